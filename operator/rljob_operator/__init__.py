@@ -1,0 +1,1 @@
+"""The RLJob operator and the `rljob` command line."""

@@ -1,0 +1,1 @@
+"""The RLJob trainer: `python -m rljob_trainer`."""
