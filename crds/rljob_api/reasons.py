@@ -5,8 +5,9 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
-from rljob_api.v1alpha1.base import StrEnum
-from rljob_api.v1alpha1.cluster import FailureAction
+from rljob_api.v1alpha1.failure import FailureAction, FailureReason
+
+__all__ = ["DEFAULT_ACTIONS", "REASON_OF_EXIT_CODE", "ExitCode", "FailureReason"]
 
 
 class ExitCode(IntEnum):
@@ -23,37 +24,6 @@ class ExitCode(IntEnum):
     ENGINE_DIED = 74
     TRANSIENT = 75
     STOPPED = 143
-
-
-class FailureReason(StrEnum):
-    """Why an attempt ended without success."""
-
-    INVALID_CONFIGURATION = "InvalidConfiguration"
-    INVALID_DATA = "InvalidData"
-    CHECKPOINT_UNUSABLE = "CheckpointUnusable"
-    INTERNAL_ERROR = "InternalError"
-    GPU_OUT_OF_MEMORY = "GPUOutOfMemory"
-    HOST_OUT_OF_MEMORY = "HostOutOfMemory"
-    NUMERICAL_ERROR = "NumericalError"
-    REWARD_FUNCTION_ERROR = "RewardFunctionError"
-    ENGINE_DIED = "EngineDied"
-    TRANSIENT_ERROR = "TransientError"
-    INCOMPLETE_TRAINING = "IncompleteTraining"
-    TRAINER_CRASHED = "TrainerCrashed"
-    NO_PROGRESS = "NoProgress"
-    STARTUP_TIMEOUT = "StartupTimeout"
-    DEADLINE_EXCEEDED = "DeadlineExceeded"
-    HEAD_LOST = "HeadLost"
-    WORKER_LOST = "WorkerLost"
-    PREEMPTED = "Preempted"
-    EVICTED = "Evicted"
-    RAY_JOB_LOST = "RayJobLost"
-    RAY_JOB_FAILED_TO_START = "RayJobFailedToStart"
-    STOPPED_EXTERNALLY = "StoppedExternally"
-    RAY_CLUSTER_DELETED = "RayClusterDeleted"
-    IMAGE_PULL_FAILED = "ImagePullFailed"
-    POD_CONFIGURATION_ERROR = "PodConfigurationError"
-    CHILD_INVALID = "ChildInvalid"
 
 
 DEFAULT_ACTIONS: Final[dict[FailureReason, FailureAction]] = {

@@ -125,8 +125,9 @@ class Clip(ApiModel):
     """Ratio is clipped below at 1 - low. Default by `algorithm.type`: 0.2 (GSPO 0.0003)."""
     high: Annotated[float, Field(ge=0, le=100)] | None = None
     """Ratio is clipped above at 1 + high. Default by `algorithm.type`: 0.2 (DAPO 0.28, GSPO 0.0004, CISPO 0.2)."""
-    dual: Annotated[float, Field(gt=1, le=1000)] | None = 3.0
-    """Upper bound of the loss for negative advantages, as a multiple of |advantage| (dual-clip PPO, arXiv 1912.09729)."""
+    dual: Annotated[float, Field(gt=1, le=1000)] = 3.0
+    """Upper bound of the loss for negative advantages, as a multiple of |advantage| (dual-clip PPO, arXiv 1912.09729);
+    1000 never binds."""
 
 
 class DynamicSampling(ApiModel):
@@ -174,7 +175,8 @@ class Algorithm(ApiModel):
     policy_loss: PolicyLoss | None = None
     """Overrides the preset's policy loss."""
     loss_aggregation: LossAggregation | None = None
-    """Overrides how token losses are aggregated. Default by preset: TokenMean (DrGRPO SequenceMeanTokenSumNorm, GSPO SequenceMeanTokenMean)."""
+    """Overrides how token losses are aggregated. Default by preset: TokenMean (DrGRPO SequenceMeanTokenSumNorm,
+    GSPO SequenceMeanTokenMean)."""
     normalize_by_std: bool | None = None
     """Divide group advantages by the group's standard deviation. Default by preset: true (DrGRPO false)."""
     kl: KL = KL()

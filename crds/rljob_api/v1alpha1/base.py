@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Annotated
+from enum import StrEnum
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.alias_generators import to_camel
+
+__all__ = [
+    "QUANTITY_PATTERN",
+    "ApiModel",
+    "NonNegativeInt32",
+    "Path",
+    "PositiveInt32",
+    "Quantity",
+    "Seconds",
+    "ShortText",
+    "StrEnum",
+]
 
 
 class ApiModel(BaseModel):
-    """camelCase on the wire, snake_case in Python; unknown keys are errors; field docstrings become CRD descriptions."""
+    """camelCase on the wire, snake_case in Python; unknown keys are errors; docstrings become CRD descriptions."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -25,22 +37,28 @@ class ApiModel(BaseModel):
     )
 
 
-class StrEnum(str, Enum):
-    """An enum whose PascalCase values are the strings of the API."""
+QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
 
-    def __str__(self) -> str:
-        return str(self.value)
+
+def _spell_quantity(value: Any) -> Any:
+    """`cpu: 4` is as good as `cpu: "4"`, as in a Pod; a boolean is an int to Python and must stay wrong."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 Quantity = Annotated[
     str,
-    Field(
-        pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$",
-        max_length=32,
-        examples=["500m", "16Gi"],
+    BeforeValidator(_spell_quantity),
+    Field(pattern=QUANTITY_PATTERN, max_length=32, examples=["500m", "16Gi"]),
+    WithJsonSchema(
+        {
+            "x-kubernetes-int-or-string": True,
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "pattern": QUANTITY_PATTERN,
+            "maxLength": 32,
+        }
     ),
 ]
-"""A Kubernetes resource quantity."""
+"""A Kubernetes resource quantity; a plain integer is accepted."""
 
 PositiveInt32 = Annotated[int, Field(ge=1, le=2**31 - 1)]
 NonNegativeInt32 = Annotated[int, Field(ge=0, le=2**31 - 1)]

@@ -1,4 +1,4 @@
-"""`spec.cluster`, `spec.network`, `spec.failurePolicy`, `spec.trainer`."""
+"""`spec.cluster`, `spec.network`, `spec.trainer`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rljob_api.v1alpha1.base import ApiModel, NonNegativeInt32, Path, Quantity, Seconds, ShortText, StrEnum
+from rljob_api.v1alpha1.base import ApiModel, Path, Quantity, Seconds, ShortText, StrEnum
 
 DnsLabel = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
 
@@ -106,7 +106,8 @@ class Cluster(ApiModel):
     volumes: Annotated[list[Volume], Field(max_length=64)] = []
     """Data, models, reward code."""
     env: Annotated[list[EnvVar], Field(max_length=256)] = []
-    """Environment of head and workers; wins over the operator's defaults, except where that would break the job (refused)."""
+    """Environment of head and workers; wins over the operator's defaults, except where that would break the job
+    (refused)."""
     env_from: Annotated[list[dict[str, Any]], Field(max_length=64)] = []
     """envFrom entries as in a Pod."""
     ray_version: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", max_length=16)] | None = None
@@ -120,7 +121,8 @@ class Cluster(ApiModel):
     termination_grace_period_seconds: Seconds = 300
     """Time for a checkpoint when a pod is evicted."""
     pod_template: dict[str, Any] = {}
-    """Merge patch (metadata, spec) over the rendered head and worker pod templates; lists of named items merge by name."""
+    """Merge patch (metadata, spec) over the rendered head and worker pod templates; lists of named items merge by
+    name."""
     head_pod_template: dict[str, Any] = {}
     """Merge patch for the head pod only, after podTemplate."""
     worker_pod_template: dict[str, Any] = {}
@@ -158,40 +160,6 @@ class Network(ApiModel):
     """Network interface for gloo and NCCL; default: found in the pod from the route to the head."""
     fabric: Fabric = Fabric.AUTO
     """Interconnect; Auto leaves the choice to NCCL."""
-
-
-class FailureAction(StrEnum):
-    """What a failure reason leads to."""
-
-    FAIL = "Fail"
-    RETRY = "Retry"
-    RETRY_FREE = "RetryFree"
-
-
-class FailureRule(ApiModel):
-    """Overrides the action of one failure reason."""
-
-    on_reason: Annotated[str, Field(min_length=1, max_length=63)]
-    """A failure reason (see the reference page)."""
-    action: FailureAction
-    """Fail, Retry (counted) or RetryFree (not counted)."""
-
-
-class FailurePolicy(ApiModel):
-    """What happens when something breaks. Infrastructure failures and preemptions do not use up maxRetries."""
-
-    max_retries: Annotated[int, Field(ge=0, le=1000)] = 3
-    """Counted retries; 0 fails at the first counted failure."""
-    max_free_retries: Annotated[int, Field(ge=0, le=10_000)] = 20
-    """Retries that are not counted (lost pods, preemption)."""
-    backoff_seconds: NonNegativeInt32 = 10
-    """Delay before the first retry; doubles up to 10 minutes while no new checkpoint appears."""
-    stall_timeout_seconds: Seconds = 1800
-    """No heartbeat of a training phase for so long means NoProgress."""
-    startup_timeout_seconds: Seconds = 1800
-    """From cluster creation to the first trainer heartbeat (queueing excluded)."""
-    rules: Annotated[list[FailureRule], Field(max_length=32)] = []
-    """Overrides per reason; the first match wins."""
 
 
 class Trainer(ApiModel):

@@ -20,7 +20,8 @@ class OverlongPrompts(StrEnum):
 
 
 class Data(ApiModel):
-    """Prompts. JSONL, Parquet and Hugging Face datasets saved to disk; a row's prompt is text or a list of chat messages."""
+    """Prompts. JSONL, Parquet and Hugging Face datasets saved to disk; a row's prompt is text or a list of chat
+    messages."""
 
     train: Annotated[list[Path], Field(min_length=1, max_length=256)]
     """Files or directories of training prompts, as seen in the pods."""

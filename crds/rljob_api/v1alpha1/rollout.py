@@ -134,7 +134,8 @@ class Resume(StrEnum):
 
 
 class CheckpointStorage(ApiModel):
-    """Where checkpoints live. Exactly one of claimName and hostPath in a cluster; `path` is a subdirectory (or the directory of a local run)."""
+    """Where checkpoints live. Exactly one of claimName and hostPath in a cluster; `path` is a subdirectory (or
+    the directory of a local run)."""
 
     claim_name: ShortText | None = None
     """PersistentVolumeClaim, mounted at /var/lib/rljob in every pod; ReadWriteMany when nodes > 1."""
@@ -154,12 +155,14 @@ class Checkpoint(ApiModel):
     storage: CheckpointStorage = CheckpointStorage()
     """Where they live."""
     resume: Resume = Resume.AUTO
-    """Auto: from the newest complete checkpoint, else from the start. Never: refuse to find one. Required: fail without one."""
+    """Auto: from the newest complete checkpoint, else from the start. Never: refuse to find one. Required: fail
+    without one."""
     resume_from_path: Path | None = None
     """Start from this checkpoint directory of another run (weights and optimizer)."""
     adopt: bool = False
     """Take over the checkpoints of a deleted RLJob of the same name (another UID)."""
     export_every_steps: NonNegativeInt32 = 0
-    """Also export the policy in Hugging Face format every so many steps; the last step is always exported unless `exportAtEnd` is false."""
+    """Also export the policy in Hugging Face format every so many steps; the last step is always exported unless
+    `exportAtEnd` is false."""
     export_at_end: bool = True
     """Export the trained policy in Hugging Face format at the end."""

@@ -8,8 +8,9 @@ from pydantic import Field
 
 from rljob_api.v1alpha1.algorithm import Algorithm
 from rljob_api.v1alpha1.base import ApiModel, NonNegativeInt32, Seconds
-from rljob_api.v1alpha1.cluster import Cluster, FailurePolicy, Network, Trainer
+from rljob_api.v1alpha1.cluster import Cluster, Network, Trainer
 from rljob_api.v1alpha1.data import Data, Evaluation, Reward, Tracking, WarmStart
+from rljob_api.v1alpha1.failure import FailurePolicy
 from rljob_api.v1alpha1.model import Critic, Model, Reference
 from rljob_api.v1alpha1.rollout import Checkpoint, Rollout, Training
 from rljob_api.v1alpha1.status import RLJobStatus

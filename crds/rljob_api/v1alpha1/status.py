@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rljob_api.v1alpha1.base import ApiModel, StrEnum
 
@@ -12,6 +13,15 @@ Time = Annotated[str, Field(json_schema_extra={"format": "date-time"}, max_lengt
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Message = Annotated[str, Field(max_length=4096)]
 Reason = Annotated[str, Field(pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$", min_length=1, max_length=1024)]
+
+
+def _drop_undefined(value: Any) -> Any:
+    """NaN and infinities are not JSON: the API server refuses the whole status patch for one of them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Statistic = Annotated[float | None, BeforeValidator(_drop_undefined)]
+"""A statistic; absent where it is undefined."""
 
 
 class ConditionType(StrEnum):
@@ -63,15 +73,15 @@ class Condition(ApiModel):
 class PhaseSeconds(ApiModel):
     """Where the last step's time went, in seconds."""
 
-    rollout: float | None = None
+    rollout: Statistic = None
     """Generation."""
-    reward: float | None = None
+    reward: Statistic = None
     """Waiting for rewards after generation ended."""
-    train: float | None = None
+    train: Statistic = None
     """Log-probabilities, advantages and updates."""
-    sync: float | None = None
+    sync: Statistic = None
     """Weight hand-over to the engines."""
-    checkpoint: float | None = None
+    checkpoint: Statistic = None
     """Saving."""
 
 
@@ -82,23 +92,23 @@ class ProgressStatus(ApiModel):
     """Finished steps."""
     total_steps: Count | None = None
     """Steps of the whole run."""
-    epoch: float | None = None
+    epoch: Statistic = None
     """Passes over the training prompts so far."""
-    reward_mean: float | None = None
+    reward_mean: Statistic = None
     """Mean reward of the last step's samples."""
-    evaluation_reward_mean: float | None = None
+    evaluation_reward_mean: Statistic = None
     """Mean reward of the last held-out evaluation."""
-    kl_mean: float | None = None
+    kl_mean: Statistic = None
     """KL to the reference (or to the rollout policy when there is none), nats per token."""
-    entropy: float | None = None
+    entropy: Statistic = None
     """Mean token entropy, nats."""
-    response_tokens_mean: float | None = None
+    response_tokens_mean: Statistic = None
     """Mean response length, tokens."""
-    tokens_per_second: float | None = None
+    tokens_per_second: Statistic = None
     """Prompt and response tokens of the step / step seconds."""
-    tokens_per_second_per_gpu: float | None = Field(default=None, alias="tokensPerSecondPerGPU")
+    tokens_per_second_per_gpu: Statistic = Field(default=None, alias="tokensPerSecondPerGPU")
     """The same per rank."""
-    step_seconds: float | None = None
+    step_seconds: Statistic = None
     """Wall time of the last step."""
     phase_seconds: PhaseSeconds | None = None
     """Where it went."""
