@@ -1,0 +1,1 @@
+"""Input and output: the API server, Ray heads, trainers, metrics, health."""
