@@ -152,6 +152,12 @@ class AttemptStatus(ApiModel):
     """Failure message."""
     resumed_from_step: Count | None = None
     """Checkpoint step it started from; absent when it started from the beginning."""
+    head_pod_uid: Annotated[str, Field(max_length=63)] | None = None
+    """UID of the head pod it was submitted to; another UID later means the driver is lost."""
+    worker_pods_hash: Annotated[str, Field(max_length=64)] | None = None
+    """Hash of the worker pods' UIDs at submission; another hash later means a worker was replaced."""
+    stop_requested_time: Time | None = None
+    """When the operator asked it to stop (suspension); exit 143 is then no failure."""
 
 
 class RetriesStatus(ApiModel):
@@ -161,6 +167,10 @@ class RetriesStatus(ApiModel):
     """Against failurePolicy.maxRetries."""
     free: Count = 0
     """Infrastructure and preemption; against failurePolicy.maxFreeRetries."""
+    without_progress: Count = 0
+    """Retries in a row without a newer checkpoint; the delay doubles with each."""
+    checkpoint_step: Count = 0
+    """Checkpoint step at the last retry; 0 when there was none."""
 
 
 class FailureStatus(ApiModel):
@@ -201,6 +211,12 @@ class RLJobStatus(ApiModel):
     """Display only."""
     cluster_generation: Count = 0
     """Number of the current RayCluster `<name>-<clusterGeneration>`; 0 before the first."""
+    cluster_start_time: Time | None = None
+    """When the current cluster generation was begun."""
+    cluster_released: bool = False
+    """The current RayCluster is given up: it is deleted, and the next attempt takes a new generation."""
+    cluster_spec_hash: Annotated[str, Field(max_length=64)] | None = None
+    """Hash of the part of the spec the current cluster was rendered from."""
     attempt: Count = 0
     """Number of the current attempt; 0 before the first."""
     next_attempt_time: Time | None = None
