@@ -8,13 +8,15 @@ What `gather` owes the planner:
 * `ray_clusters` and `pods` come from the API server or from a synchronised cache: an empty list means "there is none",
   never "not known". When they cannot be read, do not plan.
 * `ray_job` and `trainer` are asked for exactly when `questions(observed.name, status)` says so.
+* `child_error` is what the last EnsureClusterObjects of the current generation met; a success clears it.
 * `memory` is the `memory` of the previous plan for the same UID, `Memory()` after a restart: losing it only makes
   waits start again.
 
 What `execute` owes the planner, in this order:
 
 1. `plan.status` is written when it differs from `observed.status`, with the resource version it was computed from.
-   When the write fails, nothing else of the plan happens and `plan.memory` is dropped.
+   When the write fails, nothing else of the plan happens and `plan.memory` is dropped. A field that became None has
+   to vanish from the API (send null in a merge patch, or leave it out of a server-side apply).
 2. `plan.events` are recorded (best effort).
 3. `plan.actions` run in order; the first failure stops the rest. Every action can be repeated without harm.
 4. The next look is due on a watch event or after `plan.wake_after_seconds`, whichever comes first.
@@ -78,7 +80,7 @@ class ObservedPod:
     """One pod that carries the job's UID label, of any generation.
 
     KubeRay replaces failed pods without a word, and exit codes vanish with them: so a deleted pod stays in the list
-    with `gone` set and the last state the watch delivered, for at least ten minutes.
+    with `gone_time` set and the last state the watch delivered, for at least ten minutes.
     """
 
     name: str
@@ -92,8 +94,8 @@ class ObservedPod:
     """Condition Ready is True."""
     deleting: bool = False
     """Has a deletionTimestamp."""
-    gone: bool = False
-    """No longer on the API server; the rest is its last known state."""
+    gone_time: datetime | None = None
+    """When the watch saw it vanish from the API server; the rest is then its last known state."""
     waiting_reason: str = ""
     """First container or init container that waits, e.g. ImagePullBackOff; empty when none does."""
     waiting_message: str = ""
@@ -113,12 +115,18 @@ class ObservedPod:
     """`status.message`."""
     node: str = ""
 
+    @property
+    def gone(self) -> bool:
+        """No longer on the API server."""
+        return self.gone_time is not None
+
 
 @dataclass(frozen=True)
 class ChildError:
-    """The API server refused a child object for good (400, 403, 422); kept until the next spec generation.
+    """The API server refused a child object (400, 403, 422).
 
-    409, 429 and 5xx are the executor's to retry and never come here.
+    409, 429 and 5xx are the executor's to retry and never come here. 403 is asked again (quota, RBAC), the others end
+    the job.
     """
 
     kind: str
@@ -194,8 +202,10 @@ class Memory:
 
     since: Mapping[str, datetime] = field(default_factory=lambda: MappingProxyType({}))
     """Signal -> when it was first seen without a break."""
-    heartbeat_time: datetime | None = None
-    """Newest heartbeat of the current attempt."""
+    heartbeat: str = ""
+    """Newest heartbeat time the trainer reported, by its own clock."""
+    heartbeat_seen_time: datetime | None = None
+    """When that heartbeat was first seen, by our clock: a skewed clock in a pod must not look like a stall."""
     progress_written_time: datetime | None = None
     """When progress was last put into the status."""
 
