@@ -85,19 +85,11 @@ def ensure_pki(config: ClusterConfig) -> None:
     if complete.exists():
         return
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    ca = [
-        "-keyout",
-        f"{folder}/ca.key",
-        "-out",
-        f"{folder}/ca.crt",
-        "-subj",
-        f"/CN={config.name}",
-        "-days",
-        _VALID_DAYS,
-    ]
+    ca = ["-keyout", f"{folder}/ca.key", "-out", f"{folder}/ca.crt", "-days", _VALID_DAYS]
+    subject = ["-subj", f"/CN={config.name}"]
     # keyUsage is spelled out: Python 3.13 and later refuse a CA certificate without it.
     usage = ["-addext", "keyUsage=critical,keyCertSign,cRLSign,digitalSignature"]
-    run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *ca, *usage])
+    run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *ca, *subject, *usage])
     _certificate(folder, "apiserver", "/CN=kube-apiserver", "serverAuth", _subject_alternative_names(config))
     _certificate(folder, "kubelet-client", "/O=system:masters/CN=kube-apiserver-kubelet-client", "clientAuth")
     _certificate(folder, "front-proxy-client", "/CN=front-proxy-client", "clientAuth")

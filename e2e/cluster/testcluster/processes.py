@@ -58,8 +58,9 @@ def living_pid(config: ClusterConfig, name: str) -> int | None:
     record = _read_record(config, name)
     if record is None:
         return None
-    pid = int(str(record["pid"]))
-    return pid if start_ticks(pid) == record["start_ticks"] else None
+    pid, ticks = int(str(record["pid"])), record["start_ticks"]
+    # No start time on record: it ended before one could be read.
+    return pid if ticks is not None and start_ticks(pid) == ticks else None
 
 
 def log_tail(config: ClusterConfig, name: str, num_lines: int = _LOG_TAIL_LINES) -> str:

@@ -228,7 +228,7 @@ def install_python_packages(requirements: Path, target: Path) -> None:
     """Install a hashed requirements file into the folder ``target``, without resolving anything."""
     python = REPO_DIR / ".venv" / "bin" / "python"
     interpreter = python if python.exists() else Path(sys.executable)
-    install = [_uv(), "pip", "install", "--quiet", "--python", interpreter, "--no-deps", "--require-hashes"]
+    install = [str(_uv()), "pip", "install", "--quiet", "--python", str(interpreter), "--no-deps", "--require-hashes"]
     run([*install, "--target", target, "-r", requirements], timeout_seconds=1200)
 
 
