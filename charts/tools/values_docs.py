@@ -111,7 +111,13 @@ def _build_object(values: list[Value]) -> dict[str, Any]:
                 "default": value.default,
                 **value.schema,
             }
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+    # Defaults make every key present; only a `null` takes one away, and no template expects that.
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": list(properties),
+        "properties": properties,
+    }
 
 
 def build_readme(values: list[Value], chart: dict[str, Any]) -> str:
