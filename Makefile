@@ -9,7 +9,7 @@ LOCK := requirements/dev.txt
 
 .PHONY: help
 help: ## Show this help
-	@grep -hE '^[a-zA-Z0-9_-]+:.*?## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*?## "}; {printf "  \033[36m%-16s\033[0m %s\n", $$1, $$2}'
+	@awk 'BEGIN {FS = ":.*?## "} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-zA-Z0-9_-]+:.*?## / {printf "  \033[36m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(UV):
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else f"RLJob needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11")'
@@ -27,3 +27,104 @@ venv: $(VENV)/.installed ## Make the locked development environment in .venv
 .PHONY: lock
 lock: $(UV) ## Re-resolve requirements/*.txt from pyproject.toml (hashes, no index address)
 	cd requirements && ./lock.sh ../$(UV)
+
+##@ Checks
+TOOLCHAIN := $(BIN)/python e2e/cluster/toolchain.py
+SCRIPTS := requirements/lock.sh .ci/run .ci/verify
+# CI=true turns a missing program from a skipped test into a failed one.
+ENVTEST_ASSETS = $$($(TOOLCHAIN) envtest | tail -1)
+
+.PHONY: lint
+lint: venv ## Ruff, mypy, import rules, shell scripts, Dockerfile, YAML
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy --strict charts/tools
+	$(BIN)/lint-imports
+	$(BIN)/shellcheck $(SCRIPTS)
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/yamllint --strict .
+
+.PHONY: format
+format: venv ## Format and fix what ruff can fix
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format --quiet .
+
+.PHONY: generate
+generate: venv ## Regenerate the CRD, the reference docs, the dashboard, the chart's schema and README
+	$(BIN)/python -m rljob_api.crdgen
+	$(BIN)/python -m rljob_trainer.telemetry.docs
+	$(BIN)/python charts/tools/dashboard.py
+	$(BIN)/python charts/tools/values_docs.py
+
+.PHONY: golden
+golden: venv ## Accept the current renders of chart and operator as the golden ones
+	RLJOB_UPDATE_GOLDEN=1 $(BIN)/pytest -q charts/tests operator/rljob_operator/tests -k golden
+
+.PHONY: verify
+verify: venv ## Fail when a generated file is stale (regenerates in a copy and compares)
+	.ci/verify
+
+##@ Tests
+.PHONY: tools
+tools: venv ## Fetch or build what the tests need: kubectl, helm, Prometheus, etcd, kube-apiserver
+	@for what in tools prometheus envtest; do \
+	  $(TOOLCHAIN) $$what || [ "$$CI" != true ] || exit 1; \
+	done
+
+.PHONY: test
+test: tools ## All tests except the end-to-end cases
+	KUBEBUILDER_ASSETS="$(ENVTEST_ASSETS)" $(BIN)/pytest -q -m "not e2e" --durations=15
+
+.PHONY: test-unit
+test-unit: venv ## Only tests that need no program beside Python
+	$(BIN)/pytest -q -m "not e2e and not integration and not ray and not slow"
+
+.PHONY: demo
+demo: venv ## Train the quickstart on this machine: about five minutes on two cores
+	$(BIN)/python -m rljob_trainer.quickstart runs/quickstart-assets
+	$(BIN)/rljob run examples/quickstart.yaml
+
+E2E_IP_FAMILY ?= IPv4
+E2E_CASES ?= e2e/cases
+CLUSTER := $(BIN)/python e2e/cluster/cluster.py
+
+.PHONY: e2e-up
+e2e-up: venv ## Start the real single-node cluster of e2e/ (root, Linux, Go)
+	$(TOOLCHAIN) tools
+	$(TOOLCHAIN) cluster
+	$(CLUSTER) up --ip-family $(E2E_IP_FAMILY)
+
+.PHONY: e2e-down
+e2e-down: venv ## Stop it and leave nothing behind
+	$(CLUSTER) down --ip-family $(E2E_IP_FAMILY)
+
+# With KUBECONFIG set the same cases run against that cluster, and none is started.
+.PHONY: e2e
+e2e: venv ## The end-to-end cases on a real cluster (E2E_IP_FAMILY=IPv6, E2E_CASES=..., or your own KUBECONFIG)
+	@set -e; \
+	if [ -z "$$KUBECONFIG" ]; then \
+	  trap '$(MAKE) --no-print-directory e2e-down' EXIT; \
+	  $(MAKE) --no-print-directory e2e-up; \
+	fi; \
+	RLJOB_E2E_IP_FAMILY=$(E2E_IP_FAMILY) $(BIN)/pytest -v -m e2e --timeout 1500 $(E2E_CASES)
+
+.PHONY: e2e-smoke
+e2e-smoke: ## One job from apply to its checkpoint on a real cluster
+	$(MAKE) --no-print-directory e2e E2E_CASES="e2e/cases -k happy"
+
+##@ Images
+CONTAINER_TOOL ?= $(or $(shell command -v docker),$(shell command -v buildah))
+IMAGE_REGISTRY ?= ghcr.io/rljob
+IMAGE_TAG ?= $(shell $(BIN)/python -c 'from rljob_api import __version__; print(__version__)')
+BASE ?= python:3.11-slim-bookworm
+
+.PHONY: images
+images: venv ## Build the operator and trainer images (CONTAINER_TOOL, BASE, IMAGE_REGISTRY, IMAGE_TAG)
+	$(CONTAINER_TOOL) build --build-arg BASE=$(BASE) --target operator --tag $(IMAGE_REGISTRY)/operator:$(IMAGE_TAG) .
+	$(CONTAINER_TOOL) build --build-arg BASE=$(BASE) --target trainer --tag $(IMAGE_REGISTRY)/trainer-native:$(IMAGE_TAG) .
+
+.PHONY: clean
+clean: ## Remove caches and run directories (keeps .venv)
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist runs
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Generate the chart's values.schema.json and README.md from values.yaml.
 
-A key's documentation is the `# -- ` comment above it; a `# @schema {...}` line adds what the default value cannot say.
+A key's documentation is the `# -- ` comment above it; `# @schema` lines (JSON, joined) add what the default value
+cannot say.
 Every leaf needs a comment; an empty list or mapping needs a schema line, since its default tells nothing of its items.
 """
 
@@ -51,17 +52,17 @@ class Value:
 
 def read_comments(lines: list[str], line_number: int) -> tuple[str, dict[str, Any]]:
     """Documentation and schema from the comment block that ends above `line_number` (0-based)."""
-    description, schema = "", {}
+    description, schema_text = "", ""
     for index in range(line_number - 1, -1, -1):
         line = lines[index].strip()
         if not line.startswith("#"):
             break
         if line.startswith(SCHEMA_PREFIX):
-            schema = json.loads(line.removeprefix(SCHEMA_PREFIX))
+            schema_text = line.removeprefix(SCHEMA_PREFIX) + schema_text
         elif line.startswith(DOC_PREFIX):
             description = line.removeprefix(DOC_PREFIX)
             break
-    return description, schema
+    return description, json.loads(schema_text or "{}")
 
 
 def read_values(text: str) -> list[Value]:
