@@ -29,8 +29,8 @@ def parse_job(document: Mapping[str, Any]) -> tuple[RLJob | None, list[Finding]]
     """Parse one document as the API server would, and say everything that is wrong with it.
 
     Numbers written as text are taken for number fields (`"1e-6"`, which is what YAML 1.1 readers make of `1e-6`);
-    nothing else is converted: no booleans for numbers, no "yes" for true. A null is an absent field. Keys of `status` that this version does not
-    know are left out, so that a job stored by a newer operator still loads.
+    nothing else is converted: no booleans for numbers, no "yes" for true. A null is an absent field. Keys of
+    `status` that this version does not know are left out, so that a job stored by a newer operator still loads.
 
     Returns:
         The job, or None when it has errors; and the findings, in document order.

@@ -36,6 +36,8 @@ ENV_RAY_AUTH_TOKEN: Final = "RAY_AUTH_TOKEN"
 
 CONFIG_PATH: Final = "/etc/rljob/job.json"
 STORAGE_MOUNT_PATH: Final = "/var/lib/rljob"
+RESERVED_VOLUME_PREFIX: Final = "rljob-"
+"""Volumes of this prefix in a pod are the operator's."""
 TRAINER_PORT: Final = 8090
 """Progress, health and metrics of the driver, on the head pod."""
 RAY_DASHBOARD_PORT: Final = 8265

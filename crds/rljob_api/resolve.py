@@ -87,7 +87,7 @@ def resolve_spec(spec: RLJobSpec, catalogue: Catalogue, target: Target) -> RLJob
     if target is Target.KUBERNETES:
         cluster, engine_version = _resolve_images(cluster, rollout.engine, rollout.engine_version, catalogue)
         rollout = rollout.model_copy(update={"engine_version": engine_version})
-        cluster = _resolve_resources(cluster)
+        cluster = resolve_resources(cluster)
     return spec.model_copy(
         update={
             "algorithm": algorithm,
@@ -183,7 +183,8 @@ def _resolve_images(
     return cluster.model_copy(update=update), engine_version or entry.engine_version
 
 
-def _resolve_resources(cluster: Cluster) -> Cluster:
+def resolve_resources(cluster: Cluster) -> Cluster:
+    """CPU, memory, disk and /dev/shm of head and workers, by the number of GPUs (or of ranks, on CPUs)."""
     num_gpus, num_ranks = cluster.gpus_per_node, compute_ranks_per_node(cluster)
     default_worker = (
         ContainerResources(
