@@ -145,7 +145,7 @@ def check_plain_secrets(context: RuleContext) -> Iterable[Finding]:
         if variable.value and _SECRET_NAME.search(variable.name) and variable.name not in OWNED_ENV:
             yield make_warning(
                 f"{path}.value",
-                f"{variable.name} looks like a secret in plain text; use valueFrom: {{secretKeyRef: {{name: ..., key: ...}}}}",
+                f"{variable.name} looks like a secret in plain text; use valueFrom with a secretKeyRef (name and key)",
             )
 
 

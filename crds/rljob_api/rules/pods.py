@@ -91,7 +91,7 @@ def _check_mount_path(path: str, volume: Volume, earlier: list[Volume]) -> Itera
     if any(posixpath.normpath(other.mount_path) == mount for other in earlier):
         yield make_error(
             f"{path}.mountPath",
-            f"{volume.mount_path!r} is used twice; give each volume its own",
+            f"{volume.mount_path!r} is used twice; for example {mount}-2",
             FindingReason.CONFLICT,
         )
     if volume.sub_path is not None and (volume.sub_path.startswith("/") or ".." in volume.sub_path.split("/")):
@@ -149,7 +149,7 @@ def _check_pod_patch(path: str, template: Mapping[str, Any]) -> Iterable[Finding
 
 
 def _check_extended_resources(path: str, container: Mapping[str, Any]) -> Iterable[Finding]:
-    """Extended resources cannot be overcommitted: the pods would be refused again and again (k8s-device-plugin #154)."""
+    """Extended resources cannot be overcommitted: the pods would be refused again and again (device plugin #154)."""
     resources = container.get("resources")
     if not isinstance(resources, Mapping):
         return

@@ -1,4 +1,4 @@
-"""The arithmetic of batches, ranks and engines. World size = nodes x ranksPerNode; the head has no GPU and never counts."""
+"""The arithmetic of batches, ranks and engines. World size = nodes x ranksPerNode; the head pod never counts."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def check_train_rows(context: RuleContext) -> Iterable[Finding]:
         yield make_warning(
             path,
             f"{num_rows} training prompts make {num_steps} steps per epoch of {prompts} and leave {num_unused} "
-            f"({num_unused / num_rows:.0%}) unused in each epoch; for example {better[0] if better else 1} leaves fewer",
+            f"({num_unused / num_rows:.0%}) unused in each epoch; {better[0] if better else 1} leaves fewer",
         )
 
 
