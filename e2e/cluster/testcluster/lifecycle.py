@@ -24,10 +24,10 @@ from testcluster.pki import ensure_pki
 from testcluster.processes import (
     Component,
     ensure_running,
+    kill,
     kill_and_wait,
     living_pid,
     recorded_components,
-    stop,
 )
 from testcluster.settings import PAUSE_IMAGE, files
 from testcluster.toolchain import ensure_cluster, ensure_tools, kuberay_crds, say
@@ -43,8 +43,8 @@ from testcluster.traces import (
 )
 
 _LOCK_DEADLINE_SECONDS = 1800
-# Order of stopping: whoever would restart or report the rest goes first.
-_STOP_FIRST = ("kuberay-operator", "kubelet", "coredns", "kube-proxy", "kube-scheduler", "kube-controller-manager")
+# Whoever would restart or report the rest goes first.
+_KILL_FIRST = ("kuberay-operator", "kubelet", "coredns", "kube-proxy", "kube-scheduler", "kube-controller-manager")
 
 
 def _lock_path(config: ClusterConfig) -> Path:
@@ -163,14 +163,14 @@ def down(config: ClusterConfig) -> None:
         ClusterError: something cannot be removed; names it.
     """
     with exclusive(_lock_path(config), _LOCK_DEADLINE_SECONDS):
-        for name in _STOP_FIRST:
-            stop(config, name)
+        for name in _KILL_FIRST:
+            kill(config, name)
         # The links tell which pod namespaces are ours, so ask before anything else is gone.
         pod_namespaces = network.pod_namespaces(config)
         sockets = shim_sockets(config)
         kill_pods(config)
         for name in recorded_components(config):
-            stop(config, name)
+            kill(config, name)
         # What is left in the namespace are containerd's shims, which outlive it by design.
         kill_and_wait([pid for pid in network.namespace_pids(config) if pid != os.getpid()])
         unmount_below(config.run_dir)
@@ -183,3 +183,5 @@ def down(config: ClusterConfig) -> None:
         if config.run_dir.exists():
             shutil.rmtree(config.run_dir)
     _lock_path(config).unlink(missing_ok=True)
+    if config.run_dir.parent.is_dir() and not any(config.run_dir.parent.iterdir()):
+        config.run_dir.parent.rmdir()

@@ -76,8 +76,9 @@ def pod_namespaces(config: ClusterConfig) -> list[str]:
     """Names of the ``cni-*`` namespaces whose interface pairs with a link of the cluster's namespace."""
     found = []
     for path in sorted(Path("/run/netns").glob("cni-*")):
-        shown = run(["ip", "-n", path.name, "-j", "link", "show", "dev", "eth0"], check=False)
-        if shown.returncode == 0 and any(link.get("link_netns") == config.name for link in json.loads(shown.stdout)):
+        # Only the text form names the peer's namespace; the JSON form has its bare id.
+        words = run(["ip", "-n", path.name, "link", "show", "dev", "eth0"], check=False).stdout.split()
+        if config.name in words and words[words.index(config.name) - 1] == "link-netns":
             found.append(path.name)
     return found
 

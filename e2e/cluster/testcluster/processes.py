@@ -159,6 +159,14 @@ def stop(config: ClusterConfig, name: str, grace_seconds: float = 10) -> None:
     _record_path(config, name).unlink(missing_ok=True)
 
 
+def kill(config: ClusterConfig, name: str) -> None:
+    """SIGKILL at once and forget: for a cluster whose state is thrown away."""
+    pid = living_pid(config, name)
+    if pid is not None:
+        kill_and_wait([pid])
+    _record_path(config, name).unlink(missing_ok=True)
+
+
 def recorded_components(config: ClusterConfig) -> list[str]:
     folder = config.run_dir / "pids"
     return sorted(path.stem for path in folder.glob("*.json")) if folder.is_dir() else []

@@ -139,7 +139,9 @@ def remove_host_traces(config: ClusterConfig, sockets: list[Path]) -> None:
     """Remove the files that this cluster's programs left at fixed places, and folders that are then empty."""
     for path in sockets:
         path.unlink(missing_ok=True)
-    for path in _CNI_RESULTS.glob(f"{config.name}-*"):
+    for path in _CNI_RESULTS.glob(f"{config.name}-*-eth0"):
+        sandbox = path.name.removeprefix(f"{config.name}-").removesuffix("-eth0")
+        (_CNI_RESULTS / f"cni-loopback-{sandbox}-lo").unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     for path in _CONTAINER_LOG_LINKS.glob("*"):
         if path.is_symlink() and Path(os.readlink(path)).is_relative_to(config.run_dir):
