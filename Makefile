@@ -85,33 +85,22 @@ demo: venv ## Train the quickstart on this machine: about five minutes on two co
 	$(BIN)/python -m rljob_trainer.quickstart runs/quickstart-assets
 	$(BIN)/rljob run examples/quickstart.yaml
 
-E2E_IP_FAMILY ?= IPv4
-E2E_CASES ?= e2e/cases
-CLUSTER := $(BIN)/python e2e/cluster/cluster.py
+E2E_ARGS ?=
 
-.PHONY: e2e-up
-e2e-up: venv ## Start the real single-node cluster of e2e/ (root, Linux, Go)
-	$(TOOLCHAIN) tools
-	$(TOOLCHAIN) cluster
-	$(CLUSTER) up --ip-family $(E2E_IP_FAMILY)
-
-.PHONY: e2e-down
-e2e-down: venv ## Stop it and leave nothing behind
-	$(CLUSTER) down --ip-family $(E2E_IP_FAMILY)
-
-# With KUBECONFIG set the same cases run against that cluster, and none is started.
 .PHONY: e2e
-e2e: venv ## The end-to-end cases on a real cluster (E2E_IP_FAMILY=IPv6, E2E_CASES=..., or your own KUBECONFIG)
-	@set -e; \
-	if [ -z "$$KUBECONFIG" ]; then \
-	  trap '$(MAKE) --no-print-directory e2e-down' EXIT; \
-	  $(MAKE) --no-print-directory e2e-up; \
-	fi; \
-	RLJOB_E2E_IP_FAMILY=$(E2E_IP_FAMILY) $(BIN)/pytest -v -m e2e --timeout 1500 $(E2E_CASES)
+e2e: venv ## All end-to-end cases: real Kubernetes with KubeRay (root, Linux, Go), or the cluster of your KUBECONFIG
+	$(TOOLCHAIN) tools
+	[ -n "$$KUBECONFIG" ] || $(TOOLCHAIN) cluster
+	$(BIN)/python e2e/run.py $(E2E_ARGS)
 
 .PHONY: e2e-smoke
-e2e-smoke: ## One job from apply to its checkpoint on a real cluster
-	$(MAKE) --no-print-directory e2e E2E_CASES="e2e/cases -k happy"
+e2e-smoke: ## Only the end-to-end cases that CI runs
+	$(MAKE) --no-print-directory e2e E2E_ARGS=--smoke
+
+.PHONY: e2e-down
+e2e-down: venv ## Remove clusters that an interrupted or --keep run left behind
+	$(BIN)/python e2e/cluster/cluster.py down --ip-family IPv4
+	$(BIN)/python e2e/cluster/cluster.py down --ip-family IPv6
 
 ##@ Images
 CONTAINER_TOOL ?= $(or $(shell command -v docker),$(shell command -v buildah))
