@@ -49,18 +49,22 @@ class DirectAccess:
         self._session = session
         self._cluster_domain = cluster_domain
 
+    def build_url(self, head: Head, port: int, path: str) -> str:
+        """URL of a port of the head."""
+        return f"http://{head.ray_cluster}-head-svc.{head.namespace}.svc.{self._cluster_domain}:{port}{path}"
+
     @asynccontextmanager
     async def open(
         self, head: Head, port: int, method: str, path: str, *, body: Any = None, timeout_seconds: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """See Access.open."""
-        host = f"{head.ray_cluster}-head-svc.{head.namespace}.svc.{self._cluster_domain}"
+        url = self.build_url(head, port, path)
         async with (
-            _translate_errors(f"http://{host}:{port}{path}", timeout_seconds),
+            _translate_errors(url, timeout_seconds),
             asyncio.timeout(timeout_seconds),
             self._session.request(
                 method,
-                f"http://{host}:{port}{path}",
+                url,
                 json=body,
                 headers=_build_auth_headers(head.token, direct=True),
                 timeout=aiohttp.ClientTimeout(total=timeout_seconds),

@@ -1,0 +1,178 @@
+"""Carries out a plan's actions. Each can be repeated without harm: names are fixed, applies are idempotent."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, assert_never
+
+from rljob_api.contract import ResolvedJob
+from rljob_operator.adapters.access import Head, UnreachableError
+from rljob_operator.adapters.kube import RAY_CLUSTERS, RLJOBS, SECRETS, Kube, KubeError, resource_of
+from rljob_operator.adapters.ray_jobs import RayJobs
+from rljob_operator.adapters.trainer import TrainerClient
+from rljob_operator.gather import Gatherer, View, read_token
+from rljob_operator.job_state import JobState
+from rljob_operator.plan.types import (
+    Action,
+    ChildError,
+    DeleteCluster,
+    DeleteJob,
+    EnsureClusterObjects,
+    RequestStop,
+    StopRayJob,
+    SubmitTrainer,
+)
+from rljob_operator.render import (
+    OwnerRef,
+    RenderOptions,
+    compute_auth_secret_name,
+    list_cluster_object_references,
+    render_cluster_objects,
+    render_submission,
+)
+
+logger = logging.getLogger(__name__)
+
+_TOKEN_BYTES: Final = 32
+
+CrashPoint = Callable[[str], Awaitable[None]]
+"""Called after every effect on the outside, with its name. Tests end the process there."""
+
+
+class ActionFailedError(Exception):
+    """An action did not succeed; the rest of the plan was not begun and the job is looked at again after a back-off."""
+
+
+class Executor:
+    """One method per action."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        gatherer: Gatherer,
+        ray_jobs: RayJobs,
+        trainer: TrainerClient,
+        options: RenderOptions,
+        crash_point: CrashPoint,
+    ) -> None:
+        self._kube = kube
+        self._gatherer = gatherer
+        self._ray_jobs = ray_jobs
+        self._trainer = trainer
+        self._options = options
+        self._crash_point = crash_point
+
+    async def execute(self, view: View, state: JobState, actions: Sequence[Action]) -> None:
+        """Run the actions in order; the first failure stops the rest.
+
+        A refusal that repeating cannot cure (a child the API server or Ray calls invalid) is remembered in `state`
+        for the planner instead. Raises KubeError or ActionFailedError.
+        """
+        for action in actions:
+            try:
+                is_refused = await self._execute_one(view, state, action)
+            except UnreachableError as error:
+                raise ActionFailedError(f"{type(action).__name__}: {error}") from error
+            await self._crash_point(type(action).__name__)
+            if is_refused:
+                return
+
+    async def _execute_one(self, view: View, state: JobState, action: Action) -> bool:
+        """True when the action was refused for good."""
+        observed = view.observed
+        logger.info("RLJob %s/%s: %s", observed.namespace, observed.name, action)
+        match action:
+            case EnsureClusterObjects():
+                return await self._ensure_cluster_objects(view, state, action)
+            case SubmitTrainer():
+                return await self._submit_trainer(view, state, action)
+            case RequestStop():
+                await self._request_stop(view, state, action)
+            case StopRayJob():
+                head = await self._find_head(view, state, action.cluster_generation)
+                await self._ray_jobs.stop(head, action.submission_id)
+            case DeleteCluster():
+                await self._delete_cluster(view, state, action)
+            case DeleteJob():
+                await self._kube.delete(RLJOBS, observed.namespace, observed.name, uid=action.uid)
+            case _:
+                assert_never(action)
+        return False
+
+    async def _ensure_cluster_objects(self, view: View, state: JobState, action: EnsureClusterObjects) -> bool:
+        observed, generation = view.observed, action.cluster_generation
+        token = await self._read_or_make_token(observed.namespace, observed.name, state, generation)
+        documents = render_cluster_objects(
+            _resolved(state),
+            owner=OwnerRef(observed.name, observed.uid),
+            cluster_generation=generation,
+            auth_token=token,
+            options=self._options,
+        )
+        for document in documents:
+            kind, name = document["kind"], document["metadata"]["name"]
+            try:
+                await self._kube.apply(document)
+            except KubeError as error:
+                # 404 for a RayCluster: its definition is not installed; the planner sees that by itself.
+                if resource_of(document) is RAY_CLUSTERS and error.is_not_found:
+                    return True
+                if not error.is_refused:
+                    raise
+                logger.warning("RLJob %s/%s: %s", observed.namespace, observed.name, error)
+                state.child_error = ChildError(kind, name, error.status, error.message)
+                state.child_error_origin = (observed.generation, generation)
+                return True
+            await self._crash_point(f"applied {kind}")
+        state.child_error = None
+        return False
+
+    async def _read_or_make_token(self, namespace: str, name: str, state: JobState, generation: int) -> str:
+        """One token per cluster, read back after a restart: pods that run already hold it."""
+        if generation not in state.tokens:
+            secret = await self._kube.get(SECRETS, namespace, compute_auth_secret_name(name, generation))
+            state.tokens[generation] = read_token(secret) or secrets.token_urlsafe(_TOKEN_BYTES)
+        return state.tokens[generation]
+
+    async def _submit_trainer(self, view: View, state: JobState, action: SubmitTrainer) -> bool:
+        head = await self._find_head(view, state, action.cluster_generation)
+        submission = render_submission(_resolved(state), action.attempt, action.submission_id, action.resume_floor_step)
+        rejection = await self._ray_jobs.submit(head, submission)
+        if rejection is None:
+            return False
+        state.rejections[action.submission_id] = rejection
+        return True
+
+    async def _request_stop(self, view: View, state: JobState, action: RequestStop) -> None:
+        head = await self._find_head(view, state, action.cluster_generation)
+        try:
+            await self._trainer.request_stop(head, action.deadline_seconds)
+        except UnreachableError as error:
+            # The stop's own deadline decides what happens to a trainer that cannot be asked.
+            logger.warning(
+                "RLJob %s/%s: stop was not requested: %s", view.observed.namespace, view.observed.name, error
+            )
+
+    async def _delete_cluster(self, view: View, state: JobState, action: DeleteCluster) -> None:
+        observed = view.observed
+        references = list_cluster_object_references(observed.name, observed.namespace, action.cluster_generation)
+        # The RayCluster goes last: an interruption is then seen as a RayCluster that is still there.
+        for reference in reversed(references):
+            resource = resource_of({"apiVersion": reference.api_version, "kind": reference.kind})
+            await self._kube.delete(resource, reference.namespace, reference.name)
+            await self._crash_point(f"deleted {reference.kind}")
+        state.tokens.pop(action.cluster_generation, None)
+
+    async def _find_head(self, view: View, state: JobState, cluster_generation: int) -> Head:
+        observed = view.observed
+        return await self._gatherer.find_head(
+            state, observed.namespace, observed.name, cluster_generation, observed.pods
+        )
+
+
+def _resolved(state: JobState) -> ResolvedJob:
+    if state.validated is None or state.validated.resolved is None:
+        raise ActionFailedError("the job cannot be rendered: its spec has errors")
+    return state.validated.resolved

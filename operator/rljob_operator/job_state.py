@@ -1,0 +1,30 @@
+"""What this process remembers of a job between reconciles. Losing all of it is harmless."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rljob_operator.plan.types import ChildError, Memory, RayJobRejected
+from rljob_operator.validate import ValidatedJob
+
+
+@dataclass
+class JobState:
+    """One RLJob, by UID."""
+
+    uid: str
+    memory: Memory = field(default_factory=Memory)
+    """The planner's."""
+    validated: ValidatedJob | None = None
+    """Verdict on the newest generation seen."""
+    child_error: ChildError | None = None
+    child_error_origin: tuple[int, int] = (0, 0)
+    """(spec generation, cluster generation) that `child_error` belongs to."""
+    rejections: dict[str, RayJobRejected] = field(default_factory=dict)
+    """Submissions the head refused with 400, by id."""
+    tokens: dict[int, str] = field(default_factory=dict)
+    """Ray token by cluster generation, as stored in the Secret."""
+
+    def find_child_error(self, generation: int, cluster_generation: int) -> ChildError | None:
+        """The refusal, while it still concerns the current spec and cluster."""
+        return self.child_error if self.child_error_origin == (generation, cluster_generation) else None

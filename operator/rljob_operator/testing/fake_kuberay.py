@@ -1,0 +1,234 @@
+"""Stands in for KubeRay, kubelet and garbage collector on a bare API server: makes pods, marks them ready, cleans up.
+
+Behaves as read in KubeRay 1.6.2 where it matters to a controller on top: failed or deleted workers are replaced
+without a word, a head is not once provisioned, conditions latch, `.status.state` is never reset.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import ssl
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import aiohttp
+
+from rljob_api.names import LABEL_CLUSTER_GENERATION, LABEL_JOB, LABEL_JOB_UID
+from rljob_operator.testing.envtest import Envtest
+from rljob_operator.testing.fake_ray import FakeRay
+
+_POLL_SECONDS: Final = 0.05
+_MERGE_PATCH: Final = "application/merge-patch+json"
+_JOB_LABELS: Final = (LABEL_JOB, LABEL_JOB_UID, LABEL_CLUSTER_GENERATION)
+
+
+class FakeKubeRay:
+    """Serves one namespace until stopped."""
+
+    def __init__(self, environment: Envtest, namespace: str, ray: FakeRay) -> None:
+        self._environment = environment
+        self._namespace = namespace
+        self._ray = ray
+        self._session: aiohttp.ClientSession | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.unschedulable = False
+        """New pods stay Pending: no node fits."""
+        self.pod_status: dict[str, Any] | None = None
+        """Status that new pods get instead of Running and ready."""
+        self.created_pods = 0
+        """Pods made so far."""
+
+    async def __aenter__(self) -> FakeKubeRay:
+        context = ssl.create_default_context(cafile=str(self._environment.ca_path))
+        self._session = aiohttp.ClientSession(
+            base_url=self._environment.server,
+            headers={"Authorization": f"Bearer {self._environment.token}", "User-Agent": "fake-kuberay"},
+            connector=aiohttp.TCPConnector(ssl=context),
+            timeout=aiohttp.ClientTimeout(total=30),
+        )
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        if self._session is not None:
+            await self._session.close()
+
+    async def list_clusters(self) -> list[dict[str, Any]]:
+        """RayClusters of the namespace."""
+        return await self._list(f"/apis/ray.io/v1/namespaces/{self._namespace}/rayclusters")
+
+    async def list_pods(self) -> list[dict[str, Any]]:
+        """Pods of the namespace."""
+        return await self._list(f"/api/v1/namespaces/{self._namespace}/pods")
+
+    async def delete_pod(self, name: str) -> None:
+        """A node dies with the pod on it: at once, no grace."""
+        options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
+        await self._request("DELETE", f"/api/v1/namespaces/{self._namespace}/pods/{name}", options)
+
+    async def set_pod_status(self, name: str, status: Mapping[str, Any]) -> None:
+        """What a kubelet would report."""
+        path = f"/api/v1/namespaces/{self._namespace}/pods/{name}/status"
+        await self._request("PATCH", path, {"status": dict(status)}, _MERGE_PATCH)
+
+    async def _run(self) -> None:
+        while True:
+            clusters, pods = await asyncio.gather(self.list_clusters(), self.list_pods())
+            living = {cluster["metadata"]["uid"] for cluster in clusters}
+            for pod in pods:
+                owner = pod["metadata"]["ownerReferences"][0]
+                if owner["uid"] not in living:
+                    await self._remove_pod(pod, owner["name"])
+            for cluster in clusters:
+                await self._reconcile(cluster, [p for p in pods if _is_owned_by(p, cluster)])
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _remove_pod(self, pod: Mapping[str, Any], cluster: str) -> None:
+        if pod["metadata"]["labels"]["ray.io/node-type"] == "head":
+            self._ray.stop_head(self._namespace, cluster)
+        with suppress(aiohttp.ClientResponseError):
+            await self.delete_pod(pod["metadata"]["name"])
+
+    async def _reconcile(self, cluster: dict[str, Any], pods: list[dict[str, Any]]) -> None:
+        name = cluster["metadata"]["name"]
+        was_provisioned = _has_condition(cluster, "RayClusterProvisioned")
+        heads = [pod for pod in pods if pod["metadata"]["labels"]["ray.io/node-type"] == "head"]
+        if not heads and was_provisioned:  # annotation ray.io/disable-provisioned-head-restart
+            self._ray.stop_head(self._namespace, name)
+            if _has_condition(cluster, "HeadPodReady"):
+                await self._set_conditions(cluster, {"HeadPodReady": ("False", "HeadPodNotFound")}, len(pods))
+            return
+        if not heads:
+            await self._create_pod(cluster, cluster["spec"]["headGroupSpec"]["template"], "head", "headgroup", 0)
+        num_workers = len(pods) - len(heads)
+        for group in cluster["spec"]["workerGroupSpecs"]:
+            for index in range(num_workers, int(group["replicas"])):
+                await self._create_pod(cluster, group["template"], "worker", group["groupName"], index)
+        desired = 1 + sum(int(group["replicas"]) for group in cluster["spec"]["workerGroupSpecs"])
+        num_ready = sum(1 for pod in pods if _is_ready(pod))
+        if heads and _is_ready(heads[0]) and (self._namespace, name) not in self._ray.heads:
+            self._ray.start_head(self._namespace, name, await self._read_token(cluster))
+        if num_ready == desired and not was_provisioned:
+            conditions = {
+                "HeadPodReady": ("True", "HeadPodRunningAndReady"),
+                "RayClusterProvisioned": ("True", "AllPodRunningAndReadyFirstTime"),
+            }
+            await self._set_conditions(cluster, conditions, num_ready)
+
+    async def _create_pod(
+        self, cluster: Mapping[str, Any], template: Mapping[str, Any], role: str, group: str, index: int
+    ) -> None:
+        metadata = cluster["metadata"]
+        self.created_pods += 1
+        name = f"{metadata['name']}-{role}-{index}-{self.created_pods}"
+        template_metadata = template.get("metadata") or {}
+        labels = {
+            **(template_metadata.get("labels") or {}),
+            "ray.io/cluster": metadata["name"],
+            "ray.io/node-type": role,
+            "ray.io/group": group,
+        }
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": name,
+                "labels": labels,
+                "annotations": template_metadata.get("annotations") or {},
+                "ownerReferences": [
+                    {"apiVersion": "ray.io/v1", "kind": "RayCluster", "name": metadata["name"], "uid": metadata["uid"]}
+                ],
+            },
+            "spec": template["spec"],
+        }
+        await self._request("POST", f"/api/v1/namespaces/{self._namespace}/pods", pod)
+        await self.set_pod_status(name, self._build_pod_status(template))
+
+    def _build_pod_status(self, template: Mapping[str, Any]) -> dict[str, Any]:
+        if self.unschedulable:
+            message = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+            condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+            return {"phase": "Pending", "conditions": [condition]}
+        if self.pod_status is not None:
+            return self.pod_status
+        container = template["spec"]["containers"][0]
+        running = {"running": {"startedAt": _now()}}
+        return {
+            "phase": "Running",
+            "conditions": [{"type": "Ready", "status": "True"}],
+            "containerStatuses": [
+                {
+                    "name": container["name"],
+                    "image": container["image"],
+                    "imageID": "",
+                    "ready": True,
+                    "restartCount": 0,
+                    "state": running,
+                }
+            ],
+        }
+
+    async def _set_conditions(
+        self, cluster: Mapping[str, Any], changes: Mapping[str, tuple[str, str]], num_ready: int
+    ) -> None:
+        conditions: dict[str, Any] = {c["type"]: c for c in (cluster.get("status") or {}).get("conditions") or []}
+        for kind, (value, reason) in changes.items():
+            conditions[kind] = {
+                "type": kind,
+                "status": value,
+                "reason": reason,
+                "message": "",
+                "lastTransitionTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            }
+        path = f"/apis/ray.io/v1/namespaces/{self._namespace}/rayclusters/{cluster['metadata']['name']}/status"
+        status = {"state": "ready", "readyWorkerReplicas": max(0, num_ready - 1), "conditions": [*conditions.values()]}
+        with suppress(aiohttp.ClientResponseError):  # deleted meanwhile
+            await self._request("PATCH", path, {"status": status}, _MERGE_PATCH)
+
+    async def _read_token(self, cluster: Mapping[str, Any]) -> str:
+        path = f"/api/v1/namespaces/{self._namespace}/secrets/{cluster['metadata']['name']}-auth"
+        secret = await self._request("GET", path)
+        return base64.b64decode(secret["data"]["auth_token"]).decode()
+
+    async def _list(self, path: str) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = (await self._request("GET", path))["items"]
+        return items
+
+    async def _request(
+        self, method: str, path: str, body: Any = None, content_type: str = "application/json"
+    ) -> dict[str, Any]:
+        assert self._session is not None, "use `async with FakeKubeRay(...)`"
+        data = None if body is None else json.dumps(body)
+        async with self._session.request(method, path, data=data, headers={"Content-Type": content_type}) as response:
+            if response.status >= 400:
+                raise aiohttp.ClientResponseError(
+                    response.request_info, (), status=response.status, message=await response.text()
+                )
+            document: dict[str, Any] = await response.json()
+            return document
+
+
+def _is_owned_by(pod: Mapping[str, Any], cluster: Mapping[str, Any]) -> bool:
+    return bool(pod["metadata"]["ownerReferences"][0]["uid"] == cluster["metadata"]["uid"])
+
+
+def _is_ready(pod: Mapping[str, Any]) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+def _has_condition(cluster: Mapping[str, Any], kind: str) -> bool:
+    conditions = (cluster.get("status") or {}).get("conditions") or []
+    return any(c["type"] == kind and c["status"] == "True" for c in conditions)
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
