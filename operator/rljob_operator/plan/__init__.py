@@ -1,1 +1,5 @@
-"""The pure planner: what is seen and the time go in, what to do and the new status come out."""
+"""The pure planner: `plan(observed, now)` says what to do, `questions(name, status)` what to ask first."""
+
+from rljob_operator.plan.planner import plan, questions
+
+__all__ = ["plan", "questions"]

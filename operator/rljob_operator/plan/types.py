@@ -102,9 +102,9 @@ class ObservedPod:
     image: str = ""
     """Image of that container, else of the Ray container."""
     terminated_reason: str = ""
-    """Ray container, current or last state: OOMKilled, Error, Completed, ContainerStatusUnknown."""
+    """Ray container, current state terminated: OOMKilled, Error, Completed, ContainerStatusUnknown."""
     exit_code: int | None = None
-    """Ray container, current or last state."""
+    """Ray container, current state terminated (our pods never restart a container)."""
     unschedulable_message: str = ""
     """Message of PodScheduled=False with reason Unschedulable; empty otherwise."""
     disruption_reason: str = ""
@@ -129,6 +129,8 @@ class ChildError:
     the job.
     """
 
+    cluster_generation: int
+    """Whose child."""
     kind: str
     name: str
     status_code: int
