@@ -20,8 +20,9 @@ TEST_PREFIXES = ("test_api_", "test_op_", "test_tr_", "test_chart_", "test_e2e_"
 FORBIDDEN = {
     "path of a developer's machine": re.compile(r"(?<![\w.-])/(?:ro" r"ot|wo" r"rk)/(?!\.\.\.)[\w.~]"),
     "path outside the repository": re.compile(r"\.\./sha" r"red\b"),
+    # Names below .example are reserved for examples.
     "address of a package index": re.compile(
-        r"https?://[^\s\"']*(?:/simp" r"le\b|pythonho" r"sted\.org|proxy\.gol" r"ang)"
+        r"https?://(?![^\s/]*\.example\b)[^\s\"']*(?:/simp" r"le\b|pythonho" r"sted\.org|proxy\.gol" r"ang)"
     ),
     "unresolved merge": re.compile(r"^(?:<{7} |>{7} )", re.MULTILINE),
 }
