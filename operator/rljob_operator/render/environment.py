@@ -23,7 +23,7 @@ from rljob_operator.render.engine_env import build_engine_environment, hosts_sle
 from rljob_operator.render.names import AUTH_TOKEN_KEY, ROLE_WORKER
 from rljob_operator.render.network import build_socket_environment
 from rljob_operator.render.quantity import parse_whole_cpus
-from rljob_operator.render.types import RenderOptions, make_warning
+from rljob_operator.render.types import RenderOptions, make_error, make_warning
 
 EnvEntry = dict[str, Any]
 
@@ -40,6 +40,13 @@ KUBERAY_OWNED: Final = (
     "RAY_ADDRESS",
 )
 """KubeRay appends these (the last wins in a pod) or takes ours over its own, which breaks workers."""
+
+REFUSED_BY_KUBERAY: Final = {
+    "RAY_REDIS_ADDRESS": "KubeRay refuses the cluster: the address would switch on GCS fault tolerance; remove it",
+    "REDIS_USERNAME": "KubeRay refuses the cluster: it belongs to GCS fault tolerance; remove it",
+    "RAY_enable_autoscaler_v2": "KubeRay refuses the cluster: the job has a fixed size; remove it",
+}
+"""KubeRay says so in an event only, without any status: the job would wait until its start-up timeout."""
 
 
 def build_owned_entries(auth_secret_name: str) -> list[EnvEntry]:
@@ -86,33 +93,40 @@ def build_environment(
             }
         defaults |= build_socket_environment(resolved, options)
         defaults |= engine.defaults
-        defaults |= engine.owned
+    # On the head too: what the driver passes on to its actors must not contradict the workers.
+    defaults |= engine.owned
     entries = build_owned_entries(auth_secret_name) + [_value(name, value) for name, value in defaults.items()]
     return merge_entries(entries, [to_env_entry(variable) for variable in cluster.env])
 
 
 def enforce_environment(
-    entries: list[EnvEntry], resolved: ResolvedJob, role: str, auth_secret_name: str, path: str
+    entries: list[EnvEntry], resolved: ResolvedJob, auth_secret_name: str, template_path: str
 ) -> tuple[list[EnvEntry], list[Finding]]:
-    """The final word, after every merge: owned values restored, harmful ones removed, each named in a finding."""
+    """The final word, after every merge: owned values restored, harmful ones removed, each named in a finding.
+
+    `template_path` is the field path of entries that did not come from `spec.cluster.env`.
+    """
     findings: list[Finding] = []
     owned = {entry["name"]: entry for entry in build_owned_entries(auth_secret_name)}
     engine = build_engine_environment(resolved.engine, resolved.engine_version, resolved.spec.rollout.placement)
-    if role == ROLE_WORKER:
-        owned |= {name: _value(name, value) for name, value in engine.owned.items()}
+    owned |= {name: _value(name, value) for name, value in engine.owned.items()}
+    cluster_env_names = {variable.name for variable in resolved.spec.cluster.env}
     removed = dict.fromkeys(KUBERAY_OWNED, "KubeRay sets it")
     removed["RAY_AUTH_TOKEN_PATH"] = "the token comes from the cluster's Secret"
     removed |= dict.fromkeys(
         engine.stripped,
-        f"{resolved.engine} {resolved.engine_version} misreads it; the operator sets {', '.join(engine.owned)} instead",
+        f"{resolved.engine} {resolved.engine_version} ignores or misreads it; "
+        f"the operator sets {', '.join(engine.owned)} instead",
     )
     strips_segments = hosts_sleeping_engine(resolved.engine, resolved.spec.rollout.placement)
 
     kept: list[EnvEntry] = []
     for entry in entries:
         name = entry["name"]
-        entry_path = f"{path}[{name}]"
-        if name in removed:
+        entry_path = f"{'spec.cluster.env' if name in cluster_env_names else template_path}[{name}]"
+        if name in REFUSED_BY_KUBERAY:
+            findings.append(make_error("InvalidValue", entry_path, REFUSED_BY_KUBERAY[name]))
+        elif name in removed:
             findings.append(make_warning("EnvironmentIgnored", entry_path, f"removed: {removed[name]}"))
         elif name in owned:
             if entry != owned[name]:

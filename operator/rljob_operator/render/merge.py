@@ -45,6 +45,9 @@ def merge_mapping(base: dict[str, Any], patch: dict[str, Any], path: str) -> tup
             )
         elif value is None:
             merged.pop(key, None)
+        elif (expected := _expected_type(key, merged.get(key))) and not isinstance(value, expected):
+            kind = "list" if expected is list else "mapping"
+            findings.append(make_error("InvalidType", key_path, f"{value!r} is not a {kind}"))
         elif isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key], nested = merge_mapping(merged[key], value, key_path)
             findings += nested
@@ -54,6 +57,13 @@ def merge_mapping(base: dict[str, Any], patch: dict[str, Any], path: str) -> tup
         else:
             merged[key] = copy.deepcopy(value)
     return merged, findings
+
+
+def _expected_type(key: str, current: Any) -> type | None:
+    """A mapping stays a mapping and a list a list; None: anything goes."""
+    if isinstance(current, dict):
+        return dict
+    return list if key in MERGE_KEYS or isinstance(current, list) else None
 
 
 def _merge_list(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rljob_api.contract import ResolvedJob
-from rljob_api.findings import Finding
+from rljob_api.findings import Finding, Severity
 from rljob_api.names import LABEL_ROLE, RAY_DASHBOARD_PORT, RAY_GCS_PORT
 from rljob_operator.render.environment import build_environment, enforce_environment
 from rljob_operator.render.lifecycle import build_lifecycle
@@ -50,26 +50,27 @@ def build_pod_template(
     for field, patch in (("podTemplate", cluster.pod_template), (role_field, role_patch)):
         path = f"spec.cluster.{field}"
         findings += check_patch(patch, template, path)
+        if _has_errors(findings):
+            return PodTemplate(base, findings)
         patch, dropped = drop_unusable_metadata(patch, base["metadata"]["labels"], path)
         template, merged = merge_mapping(template, patch, path)
         findings += dropped + merged
 
-    findings += check_merged_template(template, base, f"spec.cluster.{role_field}")
-    container = _find_ray_container(template)
-    if container is None:
+    template_path = f"spec.cluster.{role_field if role_patch else 'podTemplate'}"
+    findings += check_merged_template(template, base, template_path)
+    if _has_errors(findings):
         return PodTemplate(template, findings)
+    container = template["spec"]["containers"][0]
+    container_path = f"{template_path}.spec.containers[{RAY_CONTAINER}]"
     container["env"], environment_findings = enforce_environment(
         container.get("env") or [],
         resolved,
-        role,
         compute_auth_secret_name(resolved.name, cluster_generation),
-        "spec.cluster.env",
+        f"{container_path}.env",
     )
     findings += environment_findings
     num_gpus = 0 if role == ROLE_HEAD else resolved.layout.gpus_per_node
-    findings += check_gpu_resources(
-        container, cluster.gpu_resource_name, num_gpus, f"spec.cluster.{role_field}.spec.containers[{RAY_CONTAINER}]"
-    )
+    findings += check_gpu_resources(container, cluster.gpu_resource_name, num_gpus, container_path)
     if template["spec"].get("hostNetwork"):
         # Without it a pod in the node's network resolves names by the node's resolver and never finds the head.
         template["spec"].setdefault("dnsPolicy", "ClusterFirstWithHostNet")
@@ -182,6 +183,5 @@ def _build_annotations(resolved: ResolvedJob) -> dict[str, str]:
     return annotations
 
 
-def _find_ray_container(template: dict[str, Any]) -> dict[str, Any] | None:
-    containers = template["spec"].get("containers") or []
-    return containers[0] if containers and containers[0].get("name") == RAY_CONTAINER else None
+def _has_errors(findings: list[Finding]) -> bool:
+    return any(finding.severity is Severity.ERROR for finding in findings)

@@ -11,6 +11,8 @@ from rljob_api.names import ENV_ATTEMPT, ENV_RESUME_FLOOR_STEP, LABEL_JOB, LABEL
 from rljob_operator.render.types import make_error
 
 TRAINER_COMMAND: Final = ("python", "-m", "rljob_trainer")
+CONTAINER_STDOUT: Final = "/proc/1/fd/1"
+"""Stdout of the container's first process; the kubelet's log."""
 
 # Ray runs the entrypoint with `sh -c` (dash on Debian: no pipefail, no PIPESTATUS), so bash is named.
 # * tee copies the driver's output to the container's stdout, for `kubectl logs`. Where that cannot be opened, tee says
@@ -18,13 +20,14 @@ TRAINER_COMMAND: Final = ("python", "-m", "rljob_trainer")
 # * Ray stops a job by signalling every process below the entrypoint: bash stays to report the driver's own exit code,
 #   tee stays to deliver the driver's last line. SIGPIPE must not let a broken container log end the training.
 _TEED: Final = (
-    "trap : INT TERM; {command} 2>&1 | (trap '' INT TERM PIPE; exec tee -a /proc/1/fd/1); exit ${{PIPESTATUS[0]}}"
+    "trap : INT TERM; {command} 2>&1 | (trap '' INT TERM PIPE; exec tee -a {stdout}); exit ${{PIPESTATUS[0]}}"
 )
 
 
-def build_entrypoint(command: tuple[str, ...]) -> str:
+def build_entrypoint(command: tuple[str, ...], container_stdout: str = CONTAINER_STDOUT) -> str:
     """Shell command that runs `command`, copies its output to the head pod's stdout, and exits with its code."""
-    return f"exec bash -c {shlex.quote(_TEED.format(command=shlex.join(command)))}"
+    script = _TEED.format(command=shlex.join(command), stdout=shlex.quote(container_stdout))
+    return f"exec bash -c {shlex.quote(script)}"
 
 
 def render_submission(

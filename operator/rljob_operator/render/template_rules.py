@@ -48,7 +48,8 @@ def check_patch(patch: dict[str, Any], template: dict[str, Any], path: str) -> l
     if findings:
         return findings
     known = {container["name"] for container in template["spec"]["containers"]}
-    for index, container in enumerate(patch.get("spec", {}).get("containers") or []):
+    containers = patch.get("spec", {}).get("containers")
+    for index, container in enumerate(containers if isinstance(containers, list) else []):
         name = container.get("name") if isinstance(container, dict) else None
         if name is not None and name not in known and not container.get("image"):
             findings.append(

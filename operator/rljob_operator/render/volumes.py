@@ -7,6 +7,7 @@ from typing import Any, Final
 from rljob_api.contract import ResolvedJob
 from rljob_api.findings import Finding
 from rljob_api.names import CONFIG_PATH, STORAGE_MOUNT_PATH
+from rljob_api.quantity import format_bytes
 from rljob_api.v1alpha1 import CheckpointStorage, Volume
 from rljob_operator.render.types import make_error
 
@@ -25,7 +26,7 @@ def build_volumes(
         {"name": CONFIG_VOLUME, "configMap": {"name": config_map_name}},
         {
             "name": SHARED_MEMORY_VOLUME,
-            "emptyDir": {"medium": "Memory", "sizeLimit": str(shared_memory_bytes)},
+            "emptyDir": {"medium": "Memory", "sizeLimit": format_bytes(shared_memory_bytes)},
         },
     ]
     mounts: list[dict[str, Any]] = [
