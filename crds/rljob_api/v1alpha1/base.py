@@ -18,6 +18,7 @@ __all__ = [
     "Seconds",
     "ShortText",
     "StrEnum",
+    "list_map",
 ]
 
 
@@ -65,3 +66,8 @@ NonNegativeInt32 = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seconds = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Path = Annotated[str, Field(min_length=1, max_length=1024)]
 ShortText = Annotated[str, Field(min_length=1, max_length=253)]
+
+
+def list_map(key: str) -> dict[str, Any]:
+    """Schema of a list whose elements are named: server-side apply merges by this key, duplicates are refused."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}

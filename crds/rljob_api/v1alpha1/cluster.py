@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rljob_api.v1alpha1.base import ApiModel, Path, Quantity, Seconds, ShortText, StrEnum
+from rljob_api.v1alpha1.base import ApiModel, Path, Quantity, Seconds, ShortText, StrEnum, list_map
 
 DnsLabel = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
 
@@ -103,9 +103,9 @@ class Cluster(ApiModel):
     """Names of pull secrets."""
     service_account_name: ShortText | None = None
     """Service account of the pods; no token is mounted unless the pod template asks for it."""
-    volumes: Annotated[list[Volume], Field(max_length=64)] = []
+    volumes: Annotated[list[Volume], Field(max_length=64, json_schema_extra=list_map("name"))] = []
     """Data, models, reward code."""
-    env: Annotated[list[EnvVar], Field(max_length=256)] = []
+    env: Annotated[list[EnvVar], Field(max_length=256, json_schema_extra=list_map("name"))] = []
     """Environment of head and workers; wins over the operator's defaults, except where that would break the job
     (refused)."""
     env_from: Annotated[list[dict[str, Any]], Field(max_length=64)] = []
@@ -167,5 +167,5 @@ class Trainer(ApiModel):
 
     command: Annotated[list[Annotated[str, Field(max_length=8192)]], Field(min_length=1, max_length=256)]
     """Command of the Ray job."""
-    env: Annotated[list[EnvVar], Field(max_length=128)] = []
+    env: Annotated[list[EnvVar], Field(max_length=128, json_schema_extra=list_map("name"))] = []
     """Environment of the command."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rljob_api.v1alpha1.base import ApiModel, NonNegativeInt32, Seconds, StrEnum
+from rljob_api.v1alpha1.base import ApiModel, NonNegativeInt32, Seconds, StrEnum, list_map
 
 
 class FailureReason(StrEnum):
@@ -70,5 +70,5 @@ class FailurePolicy(ApiModel):
     """No heartbeat of a training phase for so long means NoProgress."""
     startup_timeout_seconds: Seconds = 1800
     """From cluster creation to the first trainer heartbeat (queueing excluded)."""
-    rules: Annotated[list[FailureRule], Field(max_length=32)] = []
-    """Overrides per reason; the first match wins."""
+    rules: Annotated[list[FailureRule], Field(max_length=32, json_schema_extra=list_map("onReason"))] = []
+    """Overrides, at most one per reason."""
