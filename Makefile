@@ -39,7 +39,7 @@ lint: venv ## Ruff, mypy, import rules, shell scripts, Dockerfile, YAML
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict charts/tools
+	MYPYPATH=charts/tools $(BIN)/mypy --strict charts/tools
 	$(BIN)/lint-imports
 	$(BIN)/shellcheck $(SCRIPTS)
 	$(BIN)/hadolint Dockerfile

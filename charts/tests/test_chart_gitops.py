@@ -93,7 +93,11 @@ SUCCEEDED = ("Succeeded", "True", "Completed", "10 steps")
             make_job(NOT_READY, FAILED, STALLED), "Degraded", "InvalidData: spec.data", "Failed", id="failed for good"
         ),
         pytest.param(
-            make_job(("Ready", "Unknown", "FirstTouch", "Looking")), "Progressing", "Looking", "InProgress", id="unknown"
+            make_job(("Ready", "Unknown", "FirstTouch", "Looking")),
+            "Progressing",
+            "Looking",
+            "InProgress",
+            id="unknown",
         ),
     ],
 )
