@@ -61,7 +61,7 @@ def _render_section(path: str, node: dict[str, Any]) -> list[str]:
 
 
 def _describe_default(child: dict[str, Any]) -> str:
-    if "default" not in child or child["default"] == {}:
+    if "default" not in child or isinstance(child["default"], dict):
         return ""
     return f"`{json.dumps(child['default'])}`"
 

@@ -45,6 +45,11 @@ def _uses_estimator(estimators: frozenset[AdvantageEstimator]) -> str:
     return f"(has({field}) ? {field} in {_list(estimators)} : self.algorithm.type in {_list(types)})"
 
 
+def _format(template: str, *numbers: str) -> str:
+    """CEL: a text with numbers. `+` would not do: the server assumes the worst size for each string(...)."""
+    return f"'{template}'.format([{', '.join(numbers)}])"
+
+
 _RANKS: Final = "(has(self.cluster.ranksPerNode) ? self.cluster.ranksPerNode : self.cluster.gpusPerNode)"
 _WORLD: Final = f"(self.cluster.nodes * {_RANKS})"
 _SEQUENCES: Final = "(self.training.promptsPerStep * self.rollout.samplesPerPrompt)"
@@ -54,10 +59,10 @@ ROOT_RULES: Final = [
     CELRule(
         f"self.metadata.name.size() <= {MAX_NAME_LENGTH}",
         f"metadata.name must have at most {MAX_NAME_LENGTH} characters, for example gsm8k-grpo",
-        message_expression=(
-            f"'metadata.name has ' + string(self.metadata.name.size()) + ' characters, at most {MAX_NAME_LENGTH} "
-            f"leave room for the names of the pods; for example ' + "
-            f"(self.metadata.name.size() > {MAX_NAME_LENGTH - 2} ? self.metadata.name.substring(0, 30) : 'gsm8k-grpo')"
+        message_expression=_format(
+            f"metadata.name has %d characters, at most {MAX_NAME_LENGTH} leave room for the names of the pods; for "
+            "example gsm8k-grpo",
+            "self.metadata.name.size()",
         ),
     ),
     CELRule(
@@ -77,11 +82,16 @@ SPEC_RULES: Final = [
         f"{_WORLD} % self.rollout.tensorParallelSize == 0",
         "tensorParallelSize must divide cluster.nodes x cluster.ranksPerNode; 1 always does",
         ".rollout.tensorParallelSize",
-        f"string(self.rollout.tensorParallelSize) + ' must divide the ' + string({_WORLD}) + ' ranks of the job "
-        f"(nodes ' + string(self.cluster.nodes) + ' x ranksPerNode ' + string({_RANKS}) + '); 1 always does'",
+        _format(
+            "%d must divide the %d ranks of the job (nodes %d x ranksPerNode %d); 1 always does",
+            "self.rollout.tensorParallelSize",
+            _WORLD,
+            "self.cluster.nodes",
+            _RANKS,
+        ),
     ),
     CELRule(
-        f"{_RANKS} == 0 || {_RANKS} % self.rollout.tensorParallelSize == 0 || "
+        f"{_RANKS} == 0 || {_WORLD} % self.rollout.tensorParallelSize != 0 || {_RANKS} % self.rollout.tensorParallelSize == 0 || "
         f"self.rollout.tensorParallelSize % {_RANKS} == 0",
         "tensorParallelSize must divide ranksPerNode or be a multiple of it, or engines would be cut across pods; "
         "1 always fits",
@@ -112,17 +122,26 @@ SPEC_RULES: Final = [
         "promptsPerStep x rollout.samplesPerPrompt must divide by cluster.nodes x cluster.ranksPerNode; for example a "
         "multiple of the ranks",
         ".training.promptsPerStep",
-        f"string(self.training.promptsPerStep) + ' prompts x ' + string(self.rollout.samplesPerPrompt) + ' samples = "
-        f"' + string({_SEQUENCES}) + ' sequences do not divide by ' + string({_WORLD}) + ' ranks; for example ' + "
-        f"string((self.training.promptsPerStep / {_WORLD} + 1) * {_WORLD})",
+        _format(
+            "%d prompts x %d samples = %d sequences do not divide by %d ranks; for example %d",
+            "self.training.promptsPerStep",
+            "self.rollout.samplesPerPrompt",
+            _SEQUENCES,
+            _WORLD,
+            f"(self.training.promptsPerStep / {_WORLD} + 1) * {_WORLD}",
+        ),
     ),
     CELRule(
         "!has(self.training.microBatchTokens) || "
         f"self.training.microBatchTokens * self.training.sequenceParallelSize >= {_LONGEST}",
         "microBatchTokens must hold the longest sequence: data.maxPromptTokens + rollout.maxResponseTokens",
         ".training.microBatchTokens",
-        f"string(self.training.microBatchTokens) + ' cannot hold the longest sequence of ' + string({_LONGEST}) + "
-        f"' tokens (data.maxPromptTokens + rollout.maxResponseTokens); use ' + string({_LONGEST}) + ' or more'",
+        _format(
+            "%d cannot hold the longest sequence of %d tokens (data.maxPromptTokens + rollout.maxResponseTokens); use "
+            "that or more",
+            "self.training.microBatchTokens",
+            _LONGEST,
+        ),
     ),
     CELRule(
         "has(self.checkpoint.storage.claimName) != has(self.checkpoint.storage.hostPath)",
@@ -139,15 +158,19 @@ RULES_OF_MODEL: Final[dict[str, list[CELRule]]] = {
             "self.promptsPerStep % self.miniBatchPrompts == 0",
             "miniBatchPrompts must divide promptsPerStep; promptsPerStep itself does",
             ".miniBatchPrompts",
-            "string(self.miniBatchPrompts) + ' must divide promptsPerStep (' + string(self.promptsPerStep) + "
-            "'), which itself works'",
+            _format(
+                "%d must divide promptsPerStep (%d), which itself works", "self.miniBatchPrompts", "self.promptsPerStep"
+            ),
         ),
         CELRule(
             "!has(self.miniBatchPrompts) || self.miniBatchPrompts <= self.promptsPerStep",
             "miniBatchPrompts must not exceed promptsPerStep",
             ".miniBatchPrompts",
-            "string(self.miniBatchPrompts) + ' is more than promptsPerStep; use ' + string(self.promptsPerStep) + "
-            "' or a divisor of it'",
+            _format(
+                "%d is more than promptsPerStep; use %d or a divisor of it",
+                "self.miniBatchPrompts",
+                "self.promptsPerStep",
+            ),
         ),
         CELRule(
             "!(has(self.microBatchTokens) && has(self.microBatchSequences))",

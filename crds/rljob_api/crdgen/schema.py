@@ -64,7 +64,7 @@ class _Builder:
             result["description"] = " ".join(result["description"].split())
         if "const" in result:
             result["enum"] = [result.pop("const")]
-        self._convert_default(result)
+        self._convert_default(result, has_rules=name in self._rules)
         if result.get("x-kubernetes-int-or-string"):
             return _sort(result)
         match result.get("type"):
@@ -89,15 +89,16 @@ class _Builder:
                 raise SchemaError(f"{path}: type {other!r} has no structural form")
         return _sort(result)
 
-    def _convert_default(self, result: JsonSchema) -> None:
-        if not self._with_defaults or result.get("default", None) is None:
-            result.pop("default", None)
-        elif isinstance(result["default"], dict):
-            # The defaults of the fields inside apply to it; tests compare the outcome with the types.
-            result["default"] = {}
-        elif result["default"] == []:
+    def _convert_default(self, result: JsonSchema, *, has_rules: bool) -> None:
+        default = result.pop("default", None)
+        if not self._with_defaults or default is None or default == []:
             # An empty list says no more than an absent one.
-            del result["default"]
+            return
+        if isinstance(default, dict):
+            # The defaults of the fields inside apply to it; tests compare the outcome with the types. CEL rules,
+            # however, are checked against the bare default when the CRD is stored.
+            default = _strip_empty(default) if has_rules else {}
+        result["default"] = default
 
     def _convert_object(self, result: JsonSchema, path: str, open_refs: tuple[str, ...]) -> None:
         free_form = result.pop("additionalProperties", False)
@@ -115,6 +116,12 @@ class _Builder:
         rules = self._rules.get(name)
         if rules:
             result["x-kubernetes-validations"] = [rule.to_schema() for rule in rules]
+
+
+def _strip_empty(value: JsonSchema) -> JsonSchema:
+    """A mapping without nulls, empty lists and empty mappings."""
+    stripped = {key: _strip_empty(inner) if isinstance(inner, dict) else inner for key, inner in value.items()}
+    return {key: inner for key, inner in stripped.items() if inner not in (None, [], {})}
 
 
 def _convert_bounds(result: JsonSchema) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 
 from rljob_api.findings import Finding, FindingReason, make_error, make_warning
 from rljob_api.presets import DISCOUNTED_ESTIMATORS, GROUP_ESTIMATORS, STD_ESTIMATORS
-from rljob_api.rules.context import Rule, RuleContext, is_set
+from rljob_api.rules.context import Rule, RuleContext, is_changed
 from rljob_api.v1alpha1.algorithm import (
     AdvantageEstimator,
     KLControllerType,
@@ -55,7 +55,7 @@ def check_kl(context: RuleContext) -> Iterable[Finding]:
     path = "spec.algorithm.kl"
     if kl.placement is KLPlacement.NONE:
         for name in ("coefficient", "estimator", "controller"):
-            if is_set(kl, name):
+            if is_changed(kl, name):
                 yield make_warning(
                     f"{path}.{name}",
                     "has no effect while kl.placement is None; set kl.placement: Reward or Loss, or remove it",
@@ -76,7 +76,7 @@ def check_kl(context: RuleContext) -> Iterable[Finding]:
         )
     if kl.controller.type is KLControllerType.FIXED:
         for name, alias in (("target", "target"), ("horizon_samples", "horizonSamples")):
-            if is_set(kl.controller, name):
+            if is_changed(kl.controller, name):
                 yield make_warning(
                     f"{path}.controller.{alias}",
                     "has no effect with controller.type: Fixed; set it to Adaptive, or remove this field",
@@ -90,9 +90,9 @@ def check_unused_estimator_fields(context: RuleContext) -> Iterable[Finding]:
     unused: list[tuple[str, str, str]] = []
     if algorithm.normalize_by_std is not None and context.estimator not in STD_ESTIMATORS:
         unused.append(("normalizeByStd", "GRPO, GRPOPassK and GDPO", "remove it"))
-    if is_set(algorithm, "gamma") and algorithm.gamma != 1 and context.estimator not in DISCOUNTED_ESTIMATORS:
+    if is_changed(algorithm, "gamma") and context.estimator not in DISCOUNTED_ESTIMATORS:
         unused.append(("gamma", "GAE and ReinforcePlusPlus", "remove it"))
-    if is_set(algorithm, "gae_lambda") and context.estimator is not AdvantageEstimator.GAE:
+    if is_changed(algorithm, "gae_lambda") and context.estimator is not AdvantageEstimator.GAE:
         unused.append(("gaeLambda", "GAE", "remove it"))
     for name, readers, fix in unused:
         yield make_warning(
@@ -105,7 +105,7 @@ def check_unused_estimator_fields(context: RuleContext) -> Iterable[Finding]:
 def check_dual_clip(context: RuleContext) -> Iterable[Finding]:
     """Only the PPO family knows the dual clip."""
     algorithm = context.algorithm
-    if is_set(context.spec.algorithm.clip, "dual") and algorithm.policy_loss is not PolicyLoss.PPO_CLIP:
+    if is_changed(context.spec.algorithm.clip, "dual") and algorithm.policy_loss is not PolicyLoss.PPO_CLIP:
         yield make_warning(
             "spec.algorithm.clip.dual",
             f"has no effect with {algorithm.policy_loss}; remove it, or set policyLoss: PPOClip",
@@ -151,7 +151,7 @@ def check_overlong_penalty(context: RuleContext) -> Iterable[Finding]:
 def check_rollout_correction(context: RuleContext) -> Iterable[Finding]:
     """A truncation without weights."""
     correction = context.spec.algorithm.rollout_correction
-    if correction.level is RolloutCorrectionLevel.NONE and is_set(correction, "truncation"):
+    if correction.level is RolloutCorrectionLevel.NONE and is_changed(correction, "truncation"):
         yield make_warning(
             "spec.algorithm.rolloutCorrection.truncation",
             "has no effect while level is None; set level: Token or Sequence, or remove it",

@@ -76,9 +76,12 @@ class RuleContext:
 Rule = Callable[[RuleContext], Iterable[Finding]]
 
 
-def is_set(model: ApiModel, name: str) -> bool:
-    """Whether the user wrote this field (by its Python name), even with the default value."""
-    return name in model.model_fields_set
+def is_changed(model: ApiModel, name: str) -> bool:
+    """Whether a field (by its Python name) differs from its default.
+
+    Not `model_fields_set`: in an object from the API server every field with a default is set.
+    """
+    return bool(getattr(model, name) != type(model).model_fields[name].default)
 
 
 def list_divisors(number: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from rljob_api.findings import Finding, FindingReason, make_error, make_warning
-from rljob_api.rules.context import Rule, RuleContext, is_set
+from rljob_api.rules.context import Rule, RuleContext, is_changed
 from rljob_api.v1alpha1.data import RewardType
 
 _FIELDS_OF_REWARD: Final[dict[str, tuple[str, frozenset[RewardType]]]] = {
@@ -73,12 +73,11 @@ def check_data_files(context: RuleContext) -> Iterable[Finding]:
 def check_evaluation(context: RuleContext) -> Iterable[Finding]:
     """Evaluation that was asked for needs held-out prompts, and greedy samples are all the same."""
     spec = context.spec
-    asked = is_set(spec, "evaluation") and spec.evaluation.model_fields_set - {"every_steps", "before_training"}
-    wants = is_set(spec, "evaluation") and (
-        (is_set(spec.evaluation, "every_steps") and spec.evaluation.every_steps > 0)
-        or (is_set(spec.evaluation, "before_training") and spec.evaluation.before_training)
-    )
-    if not spec.data.validation and (asked or wants):
+    # Switching evaluation off is no wish for it.
+    asked = {name for name in type(spec.evaluation).model_fields if is_changed(spec.evaluation, name)}
+    if spec.evaluation.every_steps == 0:
+        asked.discard("every_steps")
+    if not spec.data.validation and asked - {"before_training"}:
         yield make_warning(
             "spec.evaluation",
             "has no effect without held-out prompts; set spec.data.validation, or remove spec.evaluation",
