@@ -1,0 +1,80 @@
+"""One reward function on one sample: the code that runs in the scoring process.
+
+This module and what it imports stay light (no pydantic, Ray or torch): a scoring process is started anew after every
+time limit, and its start is time that the step waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rljob_trainer.rewards.gsm8k import score_gsm8k
+from rljob_trainer.rewards.outcome import BadReturnError, FailureKind, Score, ScoreFailure, ScoreRequest, read_score
+from rljob_trainer.rewards.python_function import LoadFunctionError, call_function, load_function
+from rljob_trainer.rewards.regex import score_regex
+
+GSM8K: Final = "GSM8K"
+REGEX: Final = "Regex"
+PYTHON: Final = "Python"
+
+
+@dataclass(frozen=True)
+class FunctionPlan:
+    """One reward function, resolved."""
+
+    name: str
+    """Name in metrics, unique in the job."""
+    field_path: str
+    """For example `spec.reward.functions[0]`."""
+    type: str
+    """GSM8K, Regex or Python."""
+    weight: float
+    """Factor in the sum."""
+    timeout_seconds: float
+    """Hard limit per sample."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Type-specific: flexible; pattern; path and function."""
+
+    @property
+    def needs_process(self) -> bool:
+        """GSM8K runs in linear time on any text; Regex and Python may run for ever."""
+        return self.type != GSM8K
+
+
+@functools.cache
+def _load_cached(path: str, function: str) -> Callable[..., Any]:
+    return load_function(path, function)
+
+
+def run_function(plan: FunctionPlan, request: ScoreRequest) -> Score:
+    """The score of one sample; raises whatever the function raises."""
+    options = plan.options
+    if plan.type == GSM8K:
+        return Score(score_gsm8k(request.response, request.answer, flexible=options["flexible"]))
+    if plan.type == REGEX:
+        return Score(score_regex(request.response, request.answer, options["pattern"]))
+    if plan.type == PYTHON:
+        function = _load_cached(options["path"], options["function"])
+        return read_score(call_function(function, request.prompt, request.response, request.answer, request.fields))
+    raise NotImplementedError(f"{plan.field_path}.type: {plan.type} is refused before scoring starts")
+
+
+def run_in_process(plan: FunctionPlan, request: ScoreRequest) -> Score | ScoreFailure:
+    """Exceptions become plain data here: a user's exception class need not survive pickling."""
+    try:
+        return run_function(plan, request)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - becomes a typed failure of this sample
+        return describe_exception(plan.name, error)
+
+
+def describe_exception(function: str, error: BaseException) -> ScoreFailure:
+    """An exception of a user's function as plain data."""
+    kind = FailureKind.BAD_RETURN if isinstance(error, BadReturnError) else FailureKind.EXCEPTION
+    message = (
+        str(error) if isinstance(error, BadReturnError | LoadFunctionError) else f"{type(error).__name__}: {error}"
+    )
+    return ScoreFailure(kind, function, message, "".join(traceback.format_exception(error)))
