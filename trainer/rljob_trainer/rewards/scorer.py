@@ -15,13 +15,8 @@ from typing import Final
 
 import pebble
 
-from rljob_trainer.rewards.outcome import (
-    FailureKind,
-    Score,
-    ScoreFailure,
-    ScoreRequest,
-    ScoreResult,
-)
+from rljob_trainer.rewards.functions import FunctionPlan, describe_exception, run_function, run_in_process
+from rljob_trainer.rewards.outcome import FailureKind, Score, ScoreFailure, ScoreRequest, ScoreResult
 
 PROCESS_START_SECONDS: Final = 120
 """Allowance for starting a scoring process (imports of the user's file included) on a busy machine; it is not part of
