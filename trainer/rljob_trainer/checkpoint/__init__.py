@@ -1,0 +1,1 @@
+"""Checkpoints: sharded state, atomic publication, resume, export."""

@@ -1,0 +1,140 @@
+"""From job.json and the environment to a checked job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from rljob_api.contract import ResolvedJob
+from rljob_api.names import CONFIG_PATH, ENV_ATTEMPT, ENV_CONFIG, ENV_RESUME_FLOOR_STEP
+from rljob_api.presets import resolve_algorithm
+from rljob_api.supported import find_unsupported
+from rljob_api.v1alpha1.algorithm import KLPlacement
+from rljob_trainer.algorithms.policy_losses import PolicyLossOptions
+from rljob_trainer.errors import ConfigurationError
+from rljob_trainer.update import LossSettings
+
+MAX_ERRORS_SHOWN = 5
+
+
+def load_job(environment: Mapping[str, str]) -> ResolvedJob:
+    """Read, validate and check the job.
+
+    Raises:
+        ConfigurationError: the file is missing or not a resolved job (with field paths), or asks for what this trainer
+            does not do.
+    """
+    path = Path(environment.get(ENV_CONFIG, CONFIG_PATH))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{ENV_CONFIG}: {path} cannot be read ({error.strerror}); give the path of job.json"
+        ) from error
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(f"{path} is not JSON: {error}") from error
+    if isinstance(document, dict):
+        document |= _read_overrides(environment)
+    try:
+        job = ResolvedJob.model_validate(document)
+    except ValidationError as error:
+        raise ConfigurationError(f"{path}: {_describe(error)}") from error
+    check_job(job)
+    spec = job.spec.model_copy(update={"algorithm": resolve_algorithm(job.spec.algorithm)})
+    return job.model_copy(update={"spec": spec})
+
+
+def _read_overrides(environment: Mapping[str, str]) -> dict[str, int]:
+    """The environment wins: an in-place retry reuses the mounted file."""
+    overrides: dict[str, int] = {}
+    for variable, key in ((ENV_ATTEMPT, "attempt"), (ENV_RESUME_FLOOR_STEP, "resumeFloorStep")):
+        value = environment.get(variable)
+        if value is None or value == "":
+            continue
+        if not value.isdecimal():
+            raise ConfigurationError(f"{variable}={value!r} is not a whole number; use for example {variable}=1")
+        overrides[key] = int(value)
+    return overrides
+
+
+def _describe(error: ValidationError) -> str:
+    parts = [
+        f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']} (got {item['input']!r:.80})"
+        for item in error.errors()[:MAX_ERRORS_SHOWN]
+    ]
+    more = error.error_count() - len(parts)
+    return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
+
+
+def check_job(job: ResolvedJob) -> None:
+    """What the operator and `rljob run` refuse, checked once more where it would otherwise train something else.
+
+    Raises:
+        ConfigurationError: an unsupported or inconsistent field.
+    """
+    spec, layout, training = job.spec, job.layout, job.spec.training
+    unsupported = find_unsupported(spec)
+    if unsupported:
+        raise ConfigurationError("; ".join(finding.format() for finding in unsupported))
+    if layout.world_size != layout.num_nodes * layout.ranks_per_node:
+        raise ConfigurationError(
+            f"layout.worldSize: {layout.world_size} is not {layout.num_nodes} nodes x {layout.ranks_per_node} ranks"
+        )
+    if layout.gpus_per_node not in (0, layout.ranks_per_node):
+        raise ConfigurationError(
+            f"spec.cluster.ranksPerNode: {layout.ranks_per_node} ranks on {layout.gpus_per_node} GPUs; a rank has one GPU, "
+            f"so use ranksPerNode: {layout.gpus_per_node}, or gpusPerNode: 0 to train on CPUs"
+        )
+    if layout.tensor_parallel_size != 1:
+        raise ConfigurationError(
+            f"spec.rollout.tensorParallelSize: Native engines hold a full copy each, got {layout.tensor_parallel_size}; use 1"
+        )
+    mini = training.mini_batch_prompts
+    if mini is not None and training.prompts_per_step % mini:
+        raise ConfigurationError(
+            f"spec.training.miniBatchPrompts: {mini} does not divide promptsPerStep {training.prompts_per_step}; "
+            f"use {training.prompts_per_step}"
+        )
+    if (training.total_steps is None) == (training.total_epochs is None):
+        raise ConfigurationError(
+            "spec.training: set exactly one of totalSteps and totalEpochs, for example totalSteps: 100"
+        )
+    if (training.micro_batch_tokens is None) == (training.micro_batch_sequences is None):
+        raise ConfigurationError(
+            "spec.training: job.json must have exactly one of microBatchTokens and microBatchSequences, for example "
+            "microBatchTokens: 8192"
+        )
+
+
+def compute_updates_per_rollout(job: ResolvedJob) -> int:
+    """Optimizer updates between two rollouts."""
+    training = job.spec.training
+    mini = training.mini_batch_prompts or training.prompts_per_step
+    return training.prompts_per_step // mini * training.epochs_per_step
+
+
+def build_loss_settings(job: ResolvedJob) -> LossSettings:
+    """What the ranks minimise."""
+    algorithm = job.spec.algorithm
+    if algorithm.policy_loss is None or algorithm.loss_aggregation is None:
+        raise ConfigurationError("spec.algorithm: job.json is not resolved (policyLoss and lossAggregation are needed)")
+    default = PolicyLossOptions()
+    clip = algorithm.clip
+    return LossSettings(
+        policy_loss=algorithm.policy_loss,
+        aggregation=algorithm.loss_aggregation,
+        temperature=job.spec.rollout.temperature,
+        norm_tokens=job.spec.rollout.max_response_tokens,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        loss_kl_estimator=algorithm.kl.estimator if algorithm.kl.placement is KLPlacement.LOSS else None,
+        options=PolicyLossOptions(
+            clip_low=default.clip_low if clip.low is None else clip.low,
+            clip_high=default.clip_high if clip.high is None else clip.high,
+            clip_dual=clip.dual,
+        ),
+    )

@@ -1,0 +1,181 @@
+"""What the loop asks of all ranks and engines together: log-probabilities, updates, weight sync, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+
+from rljob_api.contract import ResolvedJob
+from rljob_trainer.batching import BatchPlan, plan_batches
+from rljob_trainer.checkpoint import files
+from rljob_trainer.distributed.cluster import CONTROL_GROUP, Cluster
+from rljob_trainer.distributed.waiting import Actor, iterate_streams, wait_for_all
+from rljob_trainer.errors import EngineDied
+from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics, count_trainable, split_rows
+
+STORAGE_TIMEOUT_SECONDS: Final = 3600.0
+ENGINE_CALL_SECONDS: Final = 300.0
+BUCKETS_IN_FLIGHT: Final = 2
+
+
+class Dispatcher:
+    """Cuts rows over ranks and micro-batches, and waits with deadlines. Holds no training state."""
+
+    def __init__(self, job: ResolvedJob, cluster: Cluster, heartbeat: Callable[[], None]) -> None:
+        self._job = job
+        self._cluster = cluster
+        self._heartbeat = heartbeat
+        self._collective_seconds = float(job.spec.training.collective_timeout_seconds)
+        self._probe: Any = None
+        self._progress_seen = -1
+
+    def compute_log_probs(self, rows: Sequence[TrainRow], *, reference: bool) -> list[FloatArray]:
+        """Per row, under the current policy or the reference."""
+        plan = self._plan(rows)
+        results = self._cluster.call_ranks(
+            "compute_log_probs",
+            [(micro_batches,) for micro_batches in split_rows(rows, plan)],
+            timeout_seconds=self._deadline(plan),
+            poll=self._poll_progress,
+            reference=reference,
+        )
+        by_row: dict[int, FloatArray] = {}
+        for rank_rows, rank_values in zip(plan.rows, results, strict=True):
+            for micro_rows, micro_values in zip(rank_rows, rank_values, strict=True):
+                by_row.update(zip(micro_rows, micro_values, strict=True))
+        return [by_row[index] for index in range(len(rows))]
+
+    def update(
+        self,
+        rows: Sequence[TrainRow],
+        *,
+        learning_rate: float,
+        kl_coefficient: float = 0.0,
+        is_supervised: bool = False,
+    ) -> UpdateMetrics:
+        """One optimizer update on all rows; the result does not depend on ranks or micro-batches."""
+        plan = self._plan(rows)
+        num_tokens, num_sequences = count_trainable(rows)
+        batches = [
+            (MiniBatch(micro_batches, num_tokens, num_sequences, learning_rate, kl_coefficient, is_supervised),)
+            for micro_batches in split_rows(rows, plan)
+        ]
+        metrics: list[UpdateMetrics] = self._cluster.call_ranks(
+            "update", batches, timeout_seconds=self._deadline(plan), poll=self._poll_progress
+        )
+        return metrics[0]
+
+    def sync_weights(self, version: int) -> None:
+        """Stream buckets from the first rank of each node to the engines there, then switch versions.
+
+        Raises:
+            EngineDied: an engine refused a bucket or reports another version.
+        """
+        cluster = self._cluster
+        cluster.call_engines("begin_update", version, timeout_seconds=ENGINE_CALL_SECONDS)
+        leaders = {id(actor) for actor in cluster.leaders()}
+        streams = {
+            actor.handle.stream_weights.options(
+                num_returns="streaming", _generator_backpressure_num_objects=BUCKETS_IN_FLIGHT
+            ).remote(id(actor) in leaders): actor
+            for actor in cluster.ranks
+        }
+        in_flight: dict[str, dict[Any, Actor]] = {}
+        for leader, bucket in iterate_streams(
+            streams, timeout_seconds=self._collective_seconds, what="weight sync", poll=self._poll_progress
+        ):
+            # The previous bucket must have arrived before the next is handed on: two at most in the object store.
+            self._wait_for_engines(in_flight.pop(leader.node_id, {}))
+            in_flight[leader.node_id] = {
+                engine.handle.update.remote(bucket): engine
+                for engine in cluster.engines_by_node.get(leader.node_id, [])
+            }
+        for acknowledgements in in_flight.values():
+            self._wait_for_engines(acknowledgements)
+        versions = cluster.call_engines("end_update", timeout_seconds=ENGINE_CALL_SECONDS)
+        if any(found != version for found in versions):
+            raise EngineDied(f"weight sync: engines report versions {versions}, expected {version}")
+
+    def save(self, run_directory: Path, step: int, trainer_state: dict[str, Any]) -> files.Checkpoint:
+        """Publish a checkpoint and apply retention.
+
+        Raises:
+            CheckpointError: full or unshared storage; the last good checkpoint stays.
+        """
+        temporary = files.begin(run_directory, step)
+        try:
+            per_rank = self._cluster.call_ranks(
+                "save_checkpoint",
+                [(str(temporary),)] * len(self._cluster.ranks),
+                timeout_seconds=STORAGE_TIMEOUT_SECONDS,
+                poll=self._poll_progress,
+            )
+        except Exception:
+            files.discard(temporary)
+            raise
+        checkpoint = files.publish(
+            temporary,
+            step=step,
+            world_size=self._job.layout.world_size,
+            trainer_state=trainer_state,
+            records=[record for records in per_rank for record in records],
+        )
+        files.prune(run_directory, self._job.spec.checkpoint.keep_last)
+        return checkpoint
+
+    def load(self, path: Path) -> None:
+        """Load a checkpoint on all ranks."""
+        self._cluster.call_ranks(
+            "load_checkpoint",
+            [(str(path),)] * len(self._cluster.ranks),
+            timeout_seconds=STORAGE_TIMEOUT_SECONDS,
+            poll=self._poll_progress,
+        )
+
+    def setup_reference(self) -> None:
+        """Create the reference on all ranks."""
+        self._cluster.call_ranks("setup_reference", timeout_seconds=STORAGE_TIMEOUT_SECONDS)
+
+    def reset_optimizer(self) -> None:
+        """Forget optimizer moments on all ranks."""
+        self._cluster.call_ranks("reset_optimizer", timeout_seconds=self._collective_seconds)
+
+    def export(self, target: Path) -> None:
+        """Write the policy in Hugging Face format."""
+        self._cluster.call_ranks(
+            "export", [(str(target),)] * len(self._cluster.ranks), timeout_seconds=STORAGE_TIMEOUT_SECONDS
+        )
+
+    def _plan(self, rows: Sequence[TrainRow]) -> BatchPlan:
+        training = self._job.spec.training
+        return plan_batches(
+            [row.num_tokens for row in rows],
+            self._job.layout.world_size,
+            micro_batch_tokens=training.micro_batch_tokens,
+            micro_batch_sequences=training.micro_batch_sequences,
+        )
+
+    def _deadline(self, plan: BatchPlan) -> float:
+        """A rank that is lost shows at once; this bounds one that hangs."""
+        return self._collective_seconds * (1 + plan.num_micro_batches)
+
+    def _wait_for_engines(self, references: dict[Any, Actor]) -> None:
+        wait_for_all(references, timeout_seconds=ENGINE_CALL_SECONDS, what="weight bucket")
+
+    def _poll_progress(self) -> None:
+        """Heartbeat whenever rank 0 has finished another micro-batch: progress, not liveness."""
+        if self._probe is None:
+            rank_0 = self._cluster.ranks[0].handle
+            self._probe = rank_0.count_progress.options(concurrency_group=CONTROL_GROUP).remote()
+            return
+        ready, _ = ray.wait([self._probe], timeout=0)
+        if ready:
+            self._probe = None
+            # A failed probe is a dead rank; the wait that polls reports it with its name.
+            progress = ray.get(ready[0])
+            if progress != self._progress_seen:
+                self._progress_seen = progress
+                self._heartbeat()

@@ -1,0 +1,1 @@
+"""Where ranks run, how they meet, and how the driver waits for them."""

@@ -1,0 +1,114 @@
+"""Addresses and interfaces for rendezvous. IPv6-only pods are normal: nothing assumes AF_INET or 127.0.0.1."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from rljob_trainer.errors import ConfigurationError
+
+SIOCGIFADDR: Final = 0x8915
+IPV6_TABLE: Final = Path("/proc/net/if_inet6")
+GLOO_VARIABLE: Final = "GLOO_SOCKET_IFNAME"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a bare address is reachable only from its own host."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def find_local_address(peer: str, port: int = 9) -> str:
+    """The local address the kernel would use towards `peer` (a connected UDP socket sends nothing).
+
+    Raises:
+        ConfigurationError: there is no route.
+    """
+    family, kind, protocol, _, target = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        try:
+            probe.connect(target)
+        except OSError as error:
+            raise ConfigurationError(
+                f"no route from {socket.gethostname()} to rank 0 at {peer}: {error}; set spec.network.interface or "
+                "check spec.network.ipFamily against the cluster's pod network"
+            ) from error
+        local: str = probe.getsockname()[0]
+        return local.split("%")[0]
+
+
+def list_interface_addresses() -> dict[str, list[str]]:
+    """Bare addresses of each interface, IPv4 and IPv6, from the kernel."""
+    found: dict[str, list[str]] = {}
+    for _, name in socket.if_nameindex():
+        found[name] = []
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                packed = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # no IPv4 address on it
+            found[name].append(socket.inet_ntoa(packed[20:24]))
+    if IPV6_TABLE.exists():
+        for line in IPV6_TABLE.read_text().splitlines():
+            digits, _, _, _, _, name = line.split()
+            found.setdefault(name, []).append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
+    return found
+
+
+def find_interface(peer: str) -> str:
+    """Name of the interface on the route to `peer`.
+
+    Raises:
+        ConfigurationError: no interface has the local address.
+    """
+    local = ipaddress.ip_address(find_local_address(peer))
+    addresses = list_interface_addresses()
+    for name, values in addresses.items():
+        if any(ipaddress.ip_address(value) == local for value in values):
+            return name
+    # The whole of 127.0.0.0/8 is local, whatever address the interface shows.
+    if local.is_loopback and "lo" in addresses:
+        return "lo"
+    raise ConfigurationError(
+        f"no interface of {socket.gethostname()} has the address {local} that leads to rank 0 at {peer}; "
+        f"interfaces: {addresses}; set spec.network.interface to one of them"
+    )
+
+
+def choose_interface(
+    environment: Mapping[str, str], configured: str | None, rank_0_address: str, *, spans_nodes: bool
+) -> str:
+    """Interface for gloo: the user's, else the job's `network.interface`, else the one on the route to rank 0.
+
+    Raises:
+        ConfigurationError: a NCCL-style pattern (gloo takes one exact name), an unknown interface, or loopback for
+            ranks on several nodes, which would wait for each other for ever.
+    """
+    name = environment.get(GLOO_VARIABLE) or configured or find_interface(rank_0_address)
+    if name.startswith(("^", "=")):
+        raise ConfigurationError(
+            f"{GLOO_VARIABLE}={name!r}: gloo takes an exact interface name, for example eth0 (`^` and `=` are NCCL's)"
+        )
+    known = list_interface_addresses()
+    first = name.split(",")[0]
+    if first not in known:
+        raise ConfigurationError(
+            f"{GLOO_VARIABLE}={name!r}: no such interface; this node has {', '.join(sorted(known))}"
+        )
+    if spans_nodes and first == "lo":
+        raise ConfigurationError(
+            f"{GLOO_VARIABLE}={name!r}: ranks on several nodes cannot meet on loopback; use one of "
+            f"{', '.join(sorted(set(known) - {'lo'}))}"
+        )
+    return name
+
+
+def set_interface(name: str) -> None:
+    """Tell gloo and NCCL, before the first process group."""
+    os.environ[GLOO_VARIABLE] = name
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")

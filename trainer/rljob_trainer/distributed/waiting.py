@@ -1,0 +1,128 @@
+"""Waiting for actors: always with a deadline, always with a name for who is late or dead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+
+from rljob_trainer.errors import EngineDied, GPUMemoryError, TrainerError, TransientError
+
+POLL_SECONDS: Final = 0.5
+
+
+@dataclass(frozen=True)
+class Actor:
+    """An actor handle with what people call it."""
+
+    handle: Any
+    label: str
+    """For example `rank 3 (node fd00::17, GPU 3)`."""
+    node_id: str
+    is_engine: bool = False
+    describe_log: Callable[[], str] = field(default=lambda: "", compare=False)
+
+
+def translate_error(error: BaseException, actor: Actor) -> BaseException:
+    """The typed failure behind a Ray exception."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, TrainerError):
+            return cause
+        if isinstance(cause, torch.OutOfMemoryError):
+            return GPUMemoryError(f"{actor.label}: {cause}")
+        return RuntimeError(f"{actor.label}: {error}")
+    if isinstance(error, (RayActorError, ObjectLostError, OutOfMemoryError)):
+        message = f"{actor.label} is gone: {error}"
+        if actor.is_engine:
+            return EngineDied(f"{message}\n{actor.describe_log()}".rstrip())
+        return TransientError(message)
+    return error
+
+
+def wait_for_all(
+    references: Mapping[Any, Actor],
+    *,
+    timeout_seconds: float,
+    what: str,
+    poll: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """Values of all references, in order.
+
+    The first failure is raised at once: the other ranks may sit in a collective that can never end.
+
+    Args:
+        references: reference -> actor it comes from.
+        timeout_seconds: deadline for all of them.
+        what: what is being waited for, for the message.
+        poll: called about twice a second (stop requests, heartbeats); may raise.
+
+    Raises:
+        TransientError: a rank is dead or late. EngineDied: an engine is.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    values: dict[Any, Any] = {}
+    pending = list(references)
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_SECONDS)
+        for reference in ready:
+            try:
+                values[reference] = ray.get(reference, timeout=timeout_seconds)
+            except (RayTaskError, RayActorError, ObjectLostError, OutOfMemoryError, GetTimeoutError) as error:
+                raise translate_error(error, references[reference]) from error
+        poll()
+        if pending and time.monotonic() > deadline:
+            raise _late([references[reference] for reference in pending], timeout_seconds, what)
+    return [values[reference] for reference in references]
+
+
+def iterate_streams(
+    streams: Mapping[Any, Actor],
+    *,
+    timeout_seconds: float,
+    what: str,
+    poll: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[Actor, Any]]:
+    """(actor, reference) for each item of several streaming generators, as they come.
+
+    Raises:
+        TransientError, EngineDied: as `wait_for_all`.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    open_streams = list(streams)
+    while open_streams:
+        ready, _ = ray.wait(open_streams, num_returns=1, timeout=POLL_SECONDS, fetch_local=False)
+        for stream in ready:
+            actor = streams[stream]
+            try:
+                reference = next(stream)
+            except StopIteration:
+                open_streams.remove(stream)
+                continue
+            except (RayTaskError, RayActorError, ObjectLostError, OutOfMemoryError) as error:
+                raise translate_error(error, actor) from error
+            yield actor, reference
+        poll()
+        if open_streams and time.monotonic() > deadline:
+            raise _late([streams[stream] for stream in open_streams], timeout_seconds, what)
+
+
+def get_value(reference: Any, actor: Actor, timeout_seconds: float) -> Any:
+    """The value of one reference, with `actor` to blame."""
+    try:
+        return ray.get(reference, timeout=timeout_seconds)
+    except GetTimeoutError as error:
+        raise _late([actor], timeout_seconds, "an object") from error
+    except (RayTaskError, RayActorError, ObjectLostError, OutOfMemoryError) as error:
+        raise translate_error(error, actor) from error
+
+
+def _late(actors: list[Actor], timeout_seconds: float, what: str) -> TrainerError:
+    names = ", ".join(actor.label for actor in actors)
+    message = f"{what}: no answer within {timeout_seconds:.0f} s from {names}"
+    return EngineDied(message) if all(actor.is_engine for actor in actors) else TransientError(message)

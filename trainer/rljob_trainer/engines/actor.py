@@ -1,0 +1,90 @@
+"""One engine adapter in its own actor process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import ray
+
+from rljob_api.v1alpha1.rollout import Engine
+from rljob_trainer.engines.contract import (
+    EngineAdapter,
+    EngineHealth,
+    EngineInfo,
+    EngineSettings,
+    GeneratedGroup,
+    GenerateRequest,
+    MemoryTag,
+    SamplingParams,
+)
+from rljob_trainer.engines.native import NativeEngine
+from rljob_trainer.errors import ConfigurationError
+from rljob_trainer.sync.buckets import Bucket
+
+ADAPTERS: dict[Engine, Callable[[], EngineAdapter]] = {Engine.NATIVE: NativeEngine}
+
+
+class EngineActor:
+    """Forwards to the adapter; `generate` streams groups as they finish."""
+
+    def __init__(self, engine: Engine) -> None:
+        if engine not in ADAPTERS:
+            raise ConfigurationError(
+                f"spec.rollout.engine: {engine} has no adapter in this trainer; use {', '.join(ADAPTERS)}"
+            )
+        self._adapter = ADAPTERS[engine]()
+
+    def locate(self) -> dict[str, Any]:
+        """Node and process, for messages and logs."""
+        return {
+            "address": ray.util.get_node_ip_address(),
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "pid": os.getpid(),
+        }
+
+    def start(self, settings: EngineSettings) -> EngineInfo:
+        """Load the model."""
+        self._adapter.start(settings)
+        return self._adapter.probe()
+
+    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> Iterator[GeneratedGroup]:
+        """Stream of finished groups."""
+        yield from self._adapter.generate(requests, params)
+
+    def begin_update(self, version: int) -> None:
+        """See the contract."""
+        self._adapter.begin_update(version)
+
+    def update(self, bucket: Bucket) -> None:
+        """One bucket, mapped from the object store without a copy."""
+        self._adapter.update([bucket])
+
+    def end_update(self) -> int:
+        """The new version."""
+        return self._adapter.end_update()
+
+    def checksum(self) -> int:
+        """See the contract."""
+        return self._adapter.checksum()
+
+    def offload(self, tags: Sequence[MemoryTag]) -> None:
+        """See the contract."""
+        self._adapter.offload(tags)
+
+    def onload(self, tags: Sequence[MemoryTag]) -> None:
+        """See the contract."""
+        self._adapter.onload(tags)
+
+    def abort_all(self) -> None:
+        """Callable while `generate` runs."""
+        self._adapter.abort_all()
+
+    def health(self) -> EngineHealth:
+        """Callable while `generate` runs."""
+        return self._adapter.health()
+
+    def stop(self) -> None:
+        """Free everything."""
+        self._adapter.stop()

@@ -1,0 +1,300 @@
+"""The driver: one RL run, read from top to bottom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rljob_api.contract import ResolvedJob, TrainerPhase
+from rljob_api.v1alpha1.algorithm import KLPlacement
+from rljob_trainer.checkpoint import files
+from rljob_trainer.config import build_loss_settings, compute_updates_per_rollout
+from rljob_trainer.data import PromptRow
+from rljob_trainer.dispatch import Dispatcher
+from rljob_trainer.distributed.cluster import start_cluster
+from rljob_trainer.distributed.ray_connection import connect_ray
+from rljob_trainer.engines.contract import SamplingParams
+from rljob_trainer.errors import NumericalError, StopRequested
+from rljob_trainer.experience import build_rows, fill_advantages, summarise
+from rljob_trainer.inputs import load_inputs
+from rljob_trainer.optimization import compute_learning_rate
+from rljob_trainer.reporting import RunReporter, StepReport
+from rljob_trainer.resume import ResumePoint, choose_resume_point
+from rljob_trainer.rewards import RewardService
+from rljob_trainer.rollout import RolloutPlan, RolloutRunner, ScoredSample
+from rljob_trainer.rows import TrainRow, UpdateMetrics
+from rljob_trainer.stopping import StopSignal
+from rljob_trainer.warm_start import run_warm_start
+
+
+@dataclass
+class RunState:
+    """Everything outside the ranks that a resumed run needs; saved as it is after each step."""
+
+    step: int = 0
+    sampler: dict[str, Any] = field(default_factory=dict)
+    kl_coefficient: float = 0.0
+    num_nan_steps: int = 0
+    """Updates skipped for NaN or Inf so far."""
+    num_nan_steps_in_a_row: int = 0
+    num_tokens_total: int = 0
+    is_warm_started: bool = False
+
+
+class Trainer:
+    """Trains `job` to its last step, or until a stop is asked for."""
+
+    def __init__(self, job: ResolvedJob, reporter: RunReporter, stop: StopSignal) -> None:
+        self._job, self._spec, self._algorithm = job, job.spec, job.spec.algorithm
+        self._reporter, self._stop = reporter, stop
+        self._directory = Path(job.paths.run_directory)
+        self._updates_per_rollout = compute_updates_per_rollout(job)
+        self._state = RunState(kl_coefficient=job.spec.algorithm.kl.coefficient)
+        self._saved_step: int | None = None
+        self._uses_reference = self._algorithm.kl.placement is not KLPlacement.NONE
+
+    def run(self) -> None:
+        """The whole run.
+
+        Raises:
+            StopRequested: after the checkpoint that a stop asked for. TrainerError: everything that failed.
+        """
+        with self._reporter.phase(TrainerPhase.SETUP):
+            resume = self._set_up()
+        try:
+            self._train(resume)
+        except StopRequested:
+            self._save()
+            raise
+        finally:
+            self._rewards.close()
+            self._cluster.stop()
+
+    def _set_up(self) -> ResumePoint | None:
+        """What is cheap and may fail comes first: data and checkpoints are checked before a process is started."""
+        job, spec = self._job, self._spec
+        self._inputs = load_inputs(job, self._reporter.note)
+        self._sampler = self._inputs.sampler
+        self._total_steps = self._inputs.total_steps
+        files.claim_run_directory(
+            self._directory, uid=job.uid, name=job.name, namespace=job.namespace, adopt=spec.checkpoint.adopt
+        )
+        resume = choose_resume_point(job, self._reporter.note, self._reporter.heartbeat)
+        connect_ray(job)
+        self._stop.install_signal_handlers()
+        self._rewards = RewardService(spec.reward)
+        self._rewards.dry_run(self._inputs.train.rows)
+        self._cluster = start_cluster(
+            job, build_loss_settings(job), self._inputs.stop_token_ids, self._stop.raise_if_requested
+        )
+        self._dispatcher = Dispatcher(job, self._cluster, self._reporter.heartbeat)
+        self._runner = RolloutRunner(self._cluster, self._rewards, spec.reward, self._inputs.tokenizer)
+        return resume
+
+    def _train(self, resume: ResumePoint | None) -> None:
+        self._restore_or_warm_start(resume)
+        is_resumed = resume is not None and resume.is_own
+        self._state.sampler = self._sampler.state_dict()
+        self._reporter.start_training(
+            total_steps=self._total_steps,
+            resumed_from_step=self._state.step if is_resumed else None,
+            checkpoint=resume.checkpoint if resume is not None and is_resumed else None,
+            num_parameters=self._cluster.num_parameters,
+        )
+        self._sync_weights()
+        evaluation, checkpoint = self._spec.evaluation, self._spec.checkpoint
+        if evaluation.before_training and not is_resumed:
+            self._evaluate()
+        for step in range(self._state.step + 1, self._total_steps + 1):
+            self._train_step(step)
+            is_last = step == self._total_steps
+            if evaluation.every_steps and (is_last or step % evaluation.every_steps == 0):
+                self._evaluate()
+            if is_last or (checkpoint.every_steps and step % checkpoint.every_steps == 0):
+                self._save()
+            if checkpoint.export_every_steps and step % checkpoint.export_every_steps == 0:
+                self._export()
+            self._reporter.finish_step()
+            if not is_last:
+                self._stop.raise_if_requested()
+        if checkpoint.export_at_end:
+            self._export()
+
+    def _train_step(self, step: int) -> None:
+        """Rollout with rewards, old and reference log-probabilities where needed, advantages, updates, weight sync."""
+        started = time.monotonic()
+        spec, training = self._spec, self._spec.training
+        rows_of_step = [self._inputs.train.rows[index] for index in self._sampler.next_batch()]
+        samples = self._roll_out(
+            rows_of_step, spec.rollout.samples_per_prompt, spec.rollout.temperature, step, TrainerPhase.ROLLOUT
+        )
+        learning_rate = compute_learning_rate(
+            step,
+            peak=training.learning_rate,
+            schedule=training.schedule,
+            warmup_steps=training.warmup_steps,
+            total_steps=self._total_steps,
+        )
+        with self._reporter.phase(TrainerPhase.TRAIN):
+            rows = build_rows(samples, self._algorithm)
+            policy_log_probs = None
+            if self._updates_per_rollout > 1 or self._algorithm.kl.placement is KLPlacement.REWARD:
+                # With one update the policy is still the one that acted: old = new, the ratio is 1, the pass is free.
+                policy_log_probs = self._dispatcher.compute_log_probs(rows, reference=False)
+            if self._updates_per_rollout > 1 and policy_log_probs is not None:
+                for row, log_probs in zip(rows, policy_log_probs, strict=True):
+                    row.old_log_probs = log_probs
+            if self._uses_reference:
+                for row, log_probs in zip(rows, self._dispatcher.compute_log_probs(rows, reference=True), strict=True):
+                    row.reference_log_probs = log_probs
+            fill_advantages(
+                rows,
+                samples,
+                self._algorithm,
+                kl_coefficient=self._state.kl_coefficient,
+                policy_log_probs=policy_log_probs,
+            )
+            metrics = [self._update(mini_batch, learning_rate) for mini_batch in self._cut_mini_batches(rows, step)]
+        statistics = summarise(samples)
+        self._state.step = step
+        self._state.sampler = self._sampler.state_dict()
+        self._state.num_tokens_total += statistics.num_prompt_tokens + statistics.num_response_tokens
+        if not self._stop.is_requested:
+            self._sync_weights()
+        self._reporter.report_step(
+            StepReport(
+                step=step,
+                epoch=self._sampler.epoch,
+                statistics=statistics,
+                updates=metrics,
+                learning_rate=learning_rate,
+                seconds=time.monotonic() - started,
+                weight_version=step + 1,
+                num_nan_steps=self._state.num_nan_steps,
+                num_tokens_total=self._state.num_tokens_total,
+                samples=samples,
+            )
+        )
+
+    def _update(self, rows: Sequence[TrainRow], learning_rate: float) -> UpdateMetrics:
+        """One optimizer update; too many non-finite ones in a row end the run."""
+        metrics = self._dispatcher.update(rows, learning_rate=learning_rate, kl_coefficient=self._state.kl_coefficient)
+        if metrics.is_finite:
+            self._state.num_nan_steps_in_a_row = 0
+            return metrics
+        self._state.num_nan_steps += 1
+        self._state.num_nan_steps_in_a_row += 1
+        limit = self._spec.training.max_nan_steps
+        self._reporter.note(
+            f"update skipped: loss {metrics.loss}, gradient norm {metrics.gradient_norm} "
+            f"({self._state.num_nan_steps_in_a_row} in a row, limit {limit})"
+        )
+        if self._state.num_nan_steps_in_a_row >= limit:
+            raise NumericalError(
+                f"{limit} consecutive updates had NaN or Inf (loss {metrics.loss}, gradient norm {metrics.gradient_norm}, "
+                f"entropy {metrics.entropy}, KL {metrics.kl}); weights are those before them; lower "
+                f"spec.training.learningRate (now {self._spec.training.learning_rate:g}) or inspect samples.jsonl"
+            )
+        return metrics
+
+    def _cut_mini_batches(self, rows: list[TrainRow], step: int) -> list[list[TrainRow]]:
+        """Whole prompts per mini-batch; prompts are shuffled again for every further pass over the rollout."""
+        training, num_samples = self._spec.training, self._spec.rollout.samples_per_prompt
+        groups = [rows[start : start + num_samples] for start in range(0, len(rows), num_samples)]
+        size = training.mini_batch_prompts or training.prompts_per_step
+        cut: list[list[TrainRow]] = []
+        for epoch in range(training.epochs_per_step):
+            order = np.arange(len(groups))
+            if epoch:
+                order = np.random.default_rng([training.seed, step, epoch]).permutation(len(groups))
+            for start in range(0, len(groups), size):
+                cut.append([row for index in order[start : start + size] for row in groups[index]])
+        return cut
+
+    def _roll_out(
+        self, rows: Sequence[PromptRow], num_samples: int, temperature: float, step: int, phase: TrainerPhase
+    ) -> list[ScoredSample]:
+        rollout = self._spec.rollout
+        plan = RolloutPlan(
+            rows=rows,
+            num_samples=num_samples,
+            params=SamplingParams(rollout.max_response_tokens, temperature, rollout.top_p if temperature else 1.0),
+            seed=self._spec.training.seed,
+            step=step,
+            timeout_seconds=rollout.timeout_seconds,
+        )
+        poll = self._stop.raise_if_requested
+        with self._reporter.phase(phase):
+            groups = self._runner.generate(plan, on_samples=self._reporter.count_samples, poll=poll)
+        with self._reporter.phase(TrainerPhase.REWARD if phase is TrainerPhase.ROLLOUT else phase):
+            return self._runner.collect(plan, groups, poll=poll)
+
+    def _sync_weights(self) -> None:
+        """The version after step s is s + 1, in every attempt."""
+        with self._reporter.phase(TrainerPhase.SYNC):
+            self._dispatcher.sync_weights(self._state.step + 1)
+
+    def _evaluate(self) -> None:
+        if not self._inputs.validation:
+            return
+        evaluation = self._spec.evaluation
+        samples = self._roll_out(
+            self._inputs.validation,
+            evaluation.samples_per_prompt,
+            evaluation.temperature,
+            self._state.step,
+            TrainerPhase.EVALUATE,
+        )
+        self._reporter.report_evaluation(self._state.step, summarise(samples), samples)
+
+    def _restore_or_warm_start(self, resume: ResumePoint | None) -> None:
+        if resume is not None:
+            if self._uses_reference:
+                self._dispatcher.setup_reference()
+            self._dispatcher.load(resume.checkpoint.path)
+            if resume.is_own:
+                self._state = RunState(**files.read_trainer_state(resume.checkpoint))
+                self._sampler.load_state_dict(self._state.sampler)
+                self._saved_step = self._state.step
+            self._state.is_warm_started = True
+            return
+        if self._spec.warm_start is not None:
+            with self._reporter.phase(TrainerPhase.WARM_START):
+                supervised = self._spec.warm_start.supervised
+                run_warm_start(
+                    self._dispatcher,
+                    self._inputs.demonstrations,
+                    supervised,
+                    self._spec.training.seed,
+                    on_step=self._after_warm_start_step,
+                )
+        self._state.is_warm_started = True
+        if self._uses_reference:
+            self._dispatcher.setup_reference()
+
+    def _after_warm_start_step(self, step: int, metrics: UpdateMetrics) -> None:
+        assert self._spec.warm_start is not None
+        self._reporter.report_warm_start(step, self._spec.warm_start.supervised.steps, metrics)
+        self._stop.raise_if_requested()
+
+    def _save(self) -> None:
+        """Publish the state after the last finished step, unless it is on disk already."""
+        if self._saved_step == self._state.step or not self._state.is_warm_started:
+            return  # half a warm start is not worth resuming from: it is repeated
+        with self._reporter.phase(TrainerPhase.CHECKPOINT):
+            checkpoint = self._dispatcher.save(self._directory, self._state.step, asdict(self._state))
+        self._saved_step = self._state.step
+        self._reporter.report_checkpoint(checkpoint)
+
+    def _export(self) -> None:
+        target = self._directory / "export" / f"step-{self._state.step}"
+        if target.exists():
+            return  # a resumed run that had finished
+        with self._reporter.phase(TrainerPhase.EXPORT):
+            self._dispatcher.export(target)
+        self._reporter.note(f"exported to {target}")

@@ -1,0 +1,1 @@
+"""The policy model: loading, packed attention, log-probabilities from a chunked head, sharding."""

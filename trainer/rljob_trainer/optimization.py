@@ -1,0 +1,44 @@
+"""Optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from rljob_api.v1alpha1.rollout import Schedule, Training
+
+
+def build_optimizer(module: nn.Module, training: Training) -> torch.optim.AdamW:
+    """AdamW over all trainable parameters (decoupled weight decay on every tensor, as verl and TRL do)."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(
+        parameters,
+        lr=training.learning_rate,
+        betas=(training.adam_beta1, training.adam_beta2),
+        weight_decay=training.weight_decay,
+    )
+
+
+def compute_learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
+    """Learning rate of a 1-based step: linear warm-up to `peak` at `warmup_steps`, then the schedule down to 0.
+
+    A function of the step alone, so a resumed run cannot restart its schedule. Linear over 100 steps gives
+    peak x (1 - 51/100) at step 51.
+    """
+    if step < warmup_steps:
+        return peak * step / warmup_steps
+    fraction = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
+    fraction = min(max(fraction, 0.0), 1.0)
+    if schedule is Schedule.CONSTANT:
+        return peak
+    if schedule is Schedule.LINEAR:
+        return peak * (1.0 - fraction)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * fraction))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the rate of all parameter groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate

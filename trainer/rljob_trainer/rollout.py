@@ -1,0 +1,162 @@
+"""Rollout and evaluation: prompts to scored samples, rewards computed while other prompts still generate."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rljob_api.v1alpha1.data import Reward
+from rljob_trainer.data import PromptRow
+from rljob_trainer.distributed.cluster import CONTROL_GROUP, Cluster
+from rljob_trainer.distributed.waiting import get_value, iterate_streams
+from rljob_trainer.engines.contract import FinishReason, GeneratedGroup, GenerateRequest, SamplingParams
+from rljob_trainer.errors import EngineDied, StopRequested
+from rljob_trainer.rewards import RewardService, ScoreRequest, ScoreResult
+
+FETCH_SECONDS: Final = 60.0
+REWARD_SLACK_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True)
+class ScoredSample:
+    """One response with its reward."""
+
+    row: PromptRow
+    index: int
+    """Sample of the prompt, 0, 1, ..."""
+    token_ids: list[int]
+    log_probs: NDArray[np.float32]
+    """(len(token_ids),) from the engine, under the sampling temperature."""
+    finish_reason: FinishReason
+    weight_version: int
+    text: str
+    """Response without special tokens."""
+    result: ScoreResult
+
+    @property
+    def reward(self) -> float:
+        """NaN where the sample is left out."""
+        return float("nan") if self.result.reward is None else self.result.reward
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """What to generate."""
+
+    rows: Sequence[PromptRow]
+    num_samples: int
+    params: SamplingParams
+    seed: int
+    step: int
+    timeout_seconds: float
+
+
+class RolloutRunner:
+    """Spreads prompts over the engines and streams finished groups to the reward workers."""
+
+    def __init__(self, cluster: Cluster, rewards: RewardService, reward: Reward, tokenizer: Any) -> None:
+        self._cluster = cluster
+        self._rewards = rewards
+        self._tokenizer = tokenizer
+        self._reward = reward
+
+    def generate(
+        self, plan: RolloutPlan, *, on_samples: Callable[[int], None], poll: Callable[[], None]
+    ) -> dict[str, GeneratedGroup]:
+        """Groups by prompt uid; rewards are being computed when it returns.
+
+        Raises:
+            EngineDied: an engine is gone or late. StopRequested: from `poll`; running samples are aborted.
+        """
+        engines = self._cluster.engines
+        requests = [
+            GenerateRequest(row.uid, row.prompt_ids, plan.num_samples, plan.seed, plan.step) for row in plan.rows
+        ]
+        rows = {row.uid: row for row in plan.rows}
+        streams = {
+            engine.handle.generate.options(num_returns="streaming").remote(
+                requests[index :: len(engines)], plan.params
+            ): engine
+            for index, engine in enumerate(engines)
+            if requests[index :: len(engines)]
+        }
+        groups: dict[str, GeneratedGroup] = {}
+        try:
+            for engine, reference in iterate_streams(
+                streams, timeout_seconds=plan.timeout_seconds, what="rollout", poll=poll
+            ):
+                group: GeneratedGroup = get_value(reference, engine, FETCH_SECONDS)
+                groups[group.uid] = group
+                self._submit(rows[group.uid], group)
+                on_samples(len(group.samples))
+        except StopRequested:
+            for engine in engines:
+                engine.handle.abort_all.options(concurrency_group=CONTROL_GROUP).remote()
+            raise
+        missing = [row.uid for row in plan.rows if row.uid not in groups]
+        if missing:
+            raise EngineDied(
+                f"rollout: engines returned no samples for {len(missing)} prompts, for example {missing[0]}"
+            )
+        return groups
+
+    def collect(
+        self, plan: RolloutPlan, groups: dict[str, GeneratedGroup], *, poll: Callable[[], None]
+    ) -> list[ScoredSample]:
+        """Wait for the rewards; samples in the order of the plan, whatever the order they came in.
+
+        Raises:
+            RewardError: a reward function failed (`onError: FailJob`) or did not answer.
+        """
+        num_samples = len(plan.rows) * plan.num_samples
+        seconds_per_sample = sum(function.timeout_seconds for function in self._reward.functions)
+        deadline = REWARD_SLACK_SECONDS + seconds_per_sample * -(-num_samples // self._reward.num_workers)
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="collect-rewards") as executor:
+            collecting = executor.submit(self._rewards.collect, deadline)
+            while True:
+                poll()
+                try:
+                    results = {result.sample_id: result for result in collecting.result(timeout=0.5)}
+                    break
+                except concurrent.futures.TimeoutError:
+                    # On Python 3.11 this is also TimeoutError: one that the collection raised must not be retried.
+                    if collecting.done():
+                        raise
+        samples: list[ScoredSample] = []
+        for row in plan.rows:
+            group = groups[row.uid]
+            for index, (sample, text) in enumerate(zip(group.samples, self._decode(group), strict=True)):
+                samples.append(
+                    ScoredSample(
+                        row=row,
+                        index=index,
+                        token_ids=sample.token_ids,
+                        log_probs=sample.log_probs,
+                        finish_reason=sample.finish_reason,
+                        weight_version=sample.weight_version,
+                        text=text,
+                        result=results[_sample_id(row.uid, index)],
+                    )
+                )
+        return samples
+
+    def _submit(self, row: PromptRow, group: GeneratedGroup) -> None:
+        for index, text in enumerate(self._decode(group)):
+            self._rewards.submit(
+                ScoreRequest(_sample_id(row.uid, index), row.prompt_text, text, row.answer, row.fields)
+            )
+
+    def _decode(self, group: GeneratedGroup) -> list[str]:
+        texts: list[str] = self._tokenizer.batch_decode(
+            [sample.token_ids for sample in group.samples], skip_special_tokens=True
+        )
+        return texts
+
+
+def _sample_id(uid: str, index: int) -> str:
+    return f"{uid}#{index}"

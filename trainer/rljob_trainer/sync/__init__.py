@@ -1,0 +1,1 @@
+"""Weight hand-over from FSDP2 shards to rollout engines."""

@@ -1,0 +1,225 @@
+"""`TrainWorker`: one FSDP2 rank. Holds policy, optimizer and (for a KL term) the reference; decides nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from rljob_api.contract import ResolvedJob
+from rljob_api.v1alpha1.model import Toggle
+from rljob_trainer.checkpoint.export import export_policy
+from rljob_trainer.checkpoint.records import FileRecord
+from rljob_trainer.checkpoint.state import gather_full_weights, load_state, save_state
+from rljob_trainer.distributed.network import choose_interface, is_loopback, set_interface
+from rljob_trainer.distributed.process_group import Rendezvous, join_process_group, start_store
+from rljob_trainer.errors import ConfigurationError
+from rljob_trainer.models.policy import TORCH_DTYPES, PolicyModel, load_causal_lm
+from rljob_trainer.models.sharding import shard_policy
+from rljob_trainer.optimization import build_optimizer
+from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics
+from rljob_trainer.sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, combine_checksums, compute_tensor_checksum
+from rljob_trainer.sync.gather import gather_buckets
+from rljob_trainer.update import LossSettings, Ranks, apply_update, compute_row_log_probs
+
+
+@dataclass(frozen=True)
+class WorkerLocation:
+    """Where an actor runs; ranks are numbered by (address, node, GPU)."""
+
+    address: str
+    node_id: str
+    gpu_ids: tuple[str, ...]
+    hostname: str
+    pid: int
+
+    @property
+    def sort_key(self) -> tuple[str, str, list[tuple[int, str]], int]:
+        """GPU ids sort as numbers ("10" after "9"), without GPUs by process."""
+        return (self.address, self.node_id, [(len(gpu), gpu) for gpu in self.gpu_ids], self.pid)
+
+
+class TrainWorker:
+    """One rank. All methods except `locate`, `start_store` and `count_progress` are collective over the ranks."""
+
+    def __init__(self, job: ResolvedJob, num_threads: int) -> None:
+        self._job = job
+        self._use_gpu = job.layout.gpus_per_node > 0
+        self._device = torch.device("cuda", 0) if self._use_gpu else torch.device("cpu")
+        self._store: dist.TCPStore | None = None
+        self._progress = 0
+        torch.set_num_threads(num_threads)
+
+    def locate(self) -> WorkerLocation:
+        """Where this actor runs."""
+        context = ray.get_runtime_context()
+        return WorkerLocation(
+            address=ray.util.get_node_ip_address(),
+            node_id=context.get_node_id(),
+            gpu_ids=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+        )
+
+    def count_progress(self) -> int:
+        """Finished micro-batches so far; answers while the rank works."""
+        return self._progress
+
+    def start_store(self, timeout_seconds: float) -> Rendezvous:
+        """Rank 0: open the store at this node's IP."""
+        address = ray.util.get_node_ip_address()
+        if is_loopback(address) and self._job.layout.num_nodes > 1:
+            raise ConfigurationError(
+                f"rank 0's node has the loopback address {address}, but ranks span {self._job.layout.num_nodes} nodes; start "
+                "Ray with the pod IP (--node-ip-address)"
+            )
+        self._store, rendezvous = start_store(address, self._job.layout.world_size, timeout_seconds)
+        return rendezvous
+
+    def setup(self, rank: int, rendezvous: Rendezvous, loss: LossSettings, timeout_seconds: float) -> dict[str, Any]:
+        """Join the process group, load, shard, build the optimizer. Returns facts for the log."""
+        job, spec = self._job, self._job.spec
+        self._rank, self._loss = rank, loss
+        interface = choose_interface(
+            os.environ, spec.network.interface, rendezvous.host, spans_nodes=job.layout.num_nodes > 1
+        )
+        set_interface(interface)
+        if self._use_gpu:
+            torch.cuda.set_device(self._device)
+        join_process_group(
+            rendezvous,
+            rank=rank,
+            world_size=job.layout.world_size,
+            store=self._store,
+            use_gpu=self._use_gpu,
+            timeout_seconds=timeout_seconds,
+            collective_timeout_seconds=spec.training.collective_timeout_seconds,
+        )
+        torch.manual_seed(spec.training.seed)
+        self._mesh = init_device_mesh(self._device.type, (job.layout.world_size,))
+        self._policy = self._build_policy(spec.model.source, spec.model.revision, "spec.model.source")
+        self._reference: PolicyModel | None = None
+        self._optimizer = build_optimizer(self._policy, spec.training)
+        self._ranks = Ranks(job.layout.world_size, self._sum_over_ranks, self._max_over_ranks)
+        num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
+        return {"interface": interface, "num_parameters": num_parameters, "num_blocks": len(self._policy.blocks)}
+
+    def _build_policy(self, source: str, revision: str | None, field: str) -> PolicyModel:
+        model = self._job.spec.model
+        policy = PolicyModel(load_causal_lm(source, revision, field=field))
+        policy.to(self._device)
+        # Auto recomputes on GPUs, where activations are what runs out; on CPUs time is.
+        recompute = model.gradient_checkpointing is Toggle.ALWAYS or (
+            model.gradient_checkpointing is Toggle.AUTO and self._use_gpu
+        )
+        shard_policy(policy, self._mesh, model.dtype, recompute_blocks=recompute)
+        return policy
+
+    def setup_reference(self) -> None:
+        """The frozen reference: its own source, else a copy of the policy as it is now (after the warm start)."""
+        reference = self._job.spec.reference
+        source = reference.source if reference is not None else None
+        model = self._job.spec.model
+        self._reference = (
+            self._build_policy(source, None, "spec.reference.source")
+            if source is not None
+            else self._build_policy(model.source, model.revision, "spec.model.source")
+        )
+        self._reference.requires_grad_(False)
+        if source is None:
+            with torch.no_grad():
+                for target, origin in zip(self._reference.parameters(), self._policy.parameters(), strict=True):
+                    local_target: Any = target
+                    local_origin: Any = origin
+                    local_target.to_local().copy_(local_origin.to_local())
+
+    def reset_optimizer(self) -> None:
+        """Forget the moments of the warm start."""
+        self._optimizer = build_optimizer(self._policy, self._job.spec.training)
+
+    def update(self, batch: MiniBatch) -> UpdateMetrics:
+        """One optimizer update."""
+        return apply_update(
+            self._policy,
+            self._optimizer,
+            batch,
+            self._loss,
+            gradient_clip=self._job.spec.training.gradient_clip,
+            ranks=self._ranks,
+            device=self._device,
+            on_micro_batch=self._note_progress,
+        )
+
+    def compute_log_probs(self, micro_batches: list[list[TrainRow]], *, reference: bool) -> list[list[FloatArray]]:
+        """Log-probabilities per row under the policy or the reference."""
+        model = self._reference if reference else self._policy
+        assert model is not None, "setup_reference comes first"
+        return compute_row_log_probs(
+            model,
+            micro_batches,
+            temperature=self._loss.temperature,
+            device=self._device,
+            on_micro_batch=self._note_progress,
+        )
+
+    def stream_weights(self, publish: bool) -> Iterator[Bucket]:
+        """Buckets of the full policy in the engine's dtype; ranks without `publish` only take part in the gathers."""
+        for bucket in gather_buckets(
+            self._policy,
+            TORCH_DTYPES[self._job.spec.model.dtype],
+            publish=publish,
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+        ):
+            self._note_progress()
+            yield bucket
+
+    def compute_checksum(self) -> int:
+        """Checksum of the full policy in the engine's dtype, as `EngineAdapter.checksum` computes it."""
+        buckets = gather_buckets(
+            self._policy, TORCH_DTYPES[self._job.spec.model.dtype], publish=True, bucket_bytes=DEFAULT_BUCKET_BYTES
+        )
+        return combine_checksums(
+            compute_tensor_checksum(name, tensor) for bucket in buckets for name, tensor in bucket.tensors()
+        )
+
+    def save_checkpoint(self, directory: str) -> list[FileRecord]:
+        """Write this rank's shards into an existing directory."""
+        return save_state(Path(directory), self._policy, self._optimizer, self._reference)
+
+    def load_checkpoint(self, directory: str) -> None:
+        """Load model, optimizer and, where there is one, the reference."""
+        load_state(Path(directory), self._policy, self._optimizer, self._reference)
+
+    def export(self, target: str) -> None:
+        """Rank 0 writes the Hugging Face directory."""
+        weights = gather_full_weights(self._policy)
+        if self._rank == 0:
+            model = self._job.spec.model
+            export_policy(
+                Path(target), weights, source=model.source, revision=model.revision, dtype=TORCH_DTYPES[model.dtype]
+            )
+        dist.barrier()
+
+    def stop(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _note_progress(self) -> None:
+        self._progress += 1
+
+    def _sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values)
+        return values
+
+    def _max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
