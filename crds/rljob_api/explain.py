@@ -147,7 +147,7 @@ def _suggest_value(field: FieldInfo | None) -> str:
         return ""
     for info in (field, *_list_field_infos(field)):
         if info.examples:
-            return f"; for example {show(info.examples[0])}"
+            return f"; for example {' or '.join(show(example) for example in info.examples[:2])}"
     if isinstance(field.default, bool | int | float | str):
         return f"; for example {show(field.default)}"
     return ""

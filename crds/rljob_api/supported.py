@@ -240,7 +240,7 @@ def find_unsupported(spec: RLJobSpec) -> list[Finding]:
     return [
         make_warning(
             feature.path,
-            f"{feature.value} is valid but not built yet; {feature.alternative}",
+            f"{'' if feature.value == 'set' else f'{feature.value} is '}valid but not built yet; {feature.alternative}",
             FindingReason.NOT_SUPPORTED_YET,
         )
         for feature in FEATURES

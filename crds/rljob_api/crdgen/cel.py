@@ -91,8 +91,8 @@ SPEC_RULES: Final = [
         ),
     ),
     CELRule(
-        f"{_RANKS} == 0 || {_WORLD} % self.rollout.tensorParallelSize != 0 || {_RANKS} % self.rollout.tensorParallelSize == 0 || "
-        f"self.rollout.tensorParallelSize % {_RANKS} == 0",
+        f"{_RANKS} == 0 || {_WORLD} % self.rollout.tensorParallelSize != 0 || "
+        f"{_RANKS} % self.rollout.tensorParallelSize == 0 || self.rollout.tensorParallelSize % {_RANKS} == 0",
         "tensorParallelSize must divide ranksPerNode or be a multiple of it, or engines would be cut across pods; "
         "1 always fits",
         ".rollout.tensorParallelSize",

@@ -260,11 +260,17 @@ def check_train_rows(context: RuleContext) -> Iterable[Finding]:
         return
     num_steps, num_unused = divmod(num_rows, prompts)
     if num_unused > _MAX_UNUSED_ROW_SHARE * num_rows:
-        better = [size for size in range(prompts, 0, -1) if num_rows % size <= _MAX_UNUSED_ROW_SHARE * num_rows]
+        step = math.lcm(
+            _compute_prompt_step(context.spec.rollout.samples_per_prompt, max(1, context.world_size)),
+            context.spec.training.mini_batch_prompts or 1,
+        )
+        sizes = range(prompts // step * step, 0, -step)
+        better = [size for size in sizes if num_rows % size <= _MAX_UNUSED_ROW_SHARE * num_rows]
+        hint = f"; {better[0]} leaves {num_rows % better[0]}" if better else ""
         yield make_warning(
             path,
             f"{num_rows} training prompts make {num_steps} steps per epoch of {prompts} and leave {num_unused} "
-            f"({num_unused / num_rows:.0%}) unused in each epoch; {better[0] if better else 1} leaves fewer",
+            f"({num_unused / num_rows:.0%}) unused in each epoch{hint}",
         )
 
 

@@ -8,13 +8,17 @@ from pydantic import Field
 
 from rljob_api.v1alpha1.base import ApiModel, Path, Quantity, Seconds, ShortText, StrEnum, list_map
 
-DnsLabel = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+DnsLabel = Annotated[
+    str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", examples=["data"])
+]
 
 
 class EnvVar(ApiModel):
     """One environment variable (values are strings: quote numbers)."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
+    name: Annotated[
+        str, Field(min_length=1, max_length=256, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$", examples=["HF_HOME"])
+    ]
     """Name."""
     value: Annotated[str, Field(max_length=32768)] | None = None
     """Value."""
@@ -25,7 +29,7 @@ class EnvVar(ApiModel):
 class EmptyDir(ApiModel):
     """A scratch volume."""
 
-    medium: Annotated[str, Field(pattern=r"^(Memory)?$", max_length=8)] | None = None
+    medium: Annotated[str, Field(pattern=r"^(Memory)?$", max_length=8, examples=["Memory"])] | None = None
     """Memory for tmpfs (counts against the container's memory)."""
     size_limit: Quantity | None = None
     """Upper bound; required for Memory."""
@@ -36,7 +40,7 @@ class Volume(ApiModel):
 
     name: DnsLabel
     """Name of the volume."""
-    mount_path: Annotated[str, Field(pattern=r"^/", max_length=1024)]
+    mount_path: Annotated[str, Field(pattern=r"^/", max_length=1024, examples=["/data"])]
     """Where it is mounted."""
     sub_path: Path | None = None
     """Path inside the volume."""
@@ -44,7 +48,7 @@ class Volume(ApiModel):
     """Mount read-only."""
     claim_name: ShortText | None = None
     """Source: PersistentVolumeClaim."""
-    host_path: Annotated[str, Field(pattern=r"^/", max_length=1024)] | None = None
+    host_path: Annotated[str, Field(pattern=r"^/", max_length=1024, examples=["/mnt/data"])] | None = None
     """Source: directory of the node."""
     config_map_name: ShortText | None = None
     """Source: ConfigMap."""
@@ -95,7 +99,9 @@ class Cluster(ApiModel):
         "nvidia.com/gpu"
     )
     """Extended resource of the GPUs."""
-    image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    image: (
+        Annotated[str, Field(min_length=1, max_length=1024, examples=["registry.example.com/rl/trainer:1.0"])] | None
+    ) = None
     """Image of head and workers; default: the image catalogue's for the engine."""
     image_pull_policy: ImagePullPolicy = ImagePullPolicy.IF_NOT_PRESENT
     """When the image is pulled."""
@@ -110,7 +116,9 @@ class Cluster(ApiModel):
     (refused)."""
     env_from: Annotated[list[dict[str, Any]], Field(max_length=64)] = []
     """envFrom entries as in a Pod."""
-    ray_version: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", max_length=16)] | None = None
+    ray_version: (
+        Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", max_length=16, examples=["2.60.0"])] | None
+    ) = None
     """Ray version of the image; default: the image catalogue's."""
     head_resources: ContainerResources = ContainerResources()
     """Resources of the head pod; default 2 CPU, 8Gi."""
@@ -156,7 +164,7 @@ class Network(ApiModel):
 
     ip_family: IPFamily = IPFamily.AUTO
     """Auto: the family of the cluster's pod network."""
-    interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=15)] | None = None
+    interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=15, examples=["eth0"])] | None = None
     """Network interface for gloo and NCCL; default: found in the pod from the route to the head."""
     fabric: Fabric = Fabric.AUTO
     """Interconnect; Auto leaves the choice to NCCL."""
@@ -165,7 +173,10 @@ class Network(ApiModel):
 class Trainer(ApiModel):
     """Escape hatch: run another trainer (verl, OpenRLHF, ...) in the same cluster, with fewer features."""
 
-    command: Annotated[list[Annotated[str, Field(max_length=8192)]], Field(min_length=1, max_length=256)]
+    command: Annotated[
+        list[Annotated[str, Field(max_length=8192)]],
+        Field(min_length=1, max_length=256, examples=[["python", "train.py"]]),
+    ]
     """Command of the Ray job."""
     env: Annotated[list[EnvVar], Field(max_length=128, json_schema_extra=list_map("name"))] = []
     """Environment of the command."""

@@ -23,7 +23,7 @@ class Data(ApiModel):
     """Prompts. JSONL, Parquet and Hugging Face datasets saved to disk; a row's prompt is text or a list of chat
     messages."""
 
-    train: Annotated[list[Path], Field(min_length=1, max_length=256)]
+    train: Annotated[list[Path], Field(min_length=1, max_length=256, examples=[["/data/train.jsonl"]])]
     """Files or directories of training prompts, as seen in the pods."""
     validation: Annotated[list[Path], Field(max_length=256)] = []
     """Files or directories of held-out prompts."""
@@ -59,7 +59,10 @@ class RewardFunction(ApiModel):
 
     type: RewardType
     """Kind of function."""
-    name: Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] | None = None
+    name: (
+        Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", examples=["format"])]
+        | None
+    ) = None
     """Name in metrics; default the type in lower case."""
     weight: Annotated[float, Field(ge=-1000, le=1000)] = 1.0
     """Factor of this function in the sum."""
@@ -87,7 +90,7 @@ class OnRewardError(StrEnum):
 class Reward(ApiModel):
     """How responses are scored."""
 
-    functions: Annotated[list[RewardFunction], Field(min_length=1, max_length=16)]
+    functions: Annotated[list[RewardFunction], Field(min_length=1, max_length=16, examples=[[{"type": "GSM8K"}]])]
     """Weighted functions."""
     on_error: OnRewardError = OnRewardError.FAIL_JOB
     """FailJob ends the job (exit code 73); DropSample leaves the sample out, counted."""
@@ -113,7 +116,7 @@ class Evaluation(ApiModel):
 class WandB(ApiModel):
     """Weights & Biases run."""
 
-    project: Annotated[str, Field(min_length=1, max_length=128)]
+    project: Annotated[str, Field(min_length=1, max_length=128, examples=["rl"])]
     """Project name; the API key comes from the environment (`cluster.envFrom`)."""
     entity: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Team or user."""
@@ -122,7 +125,7 @@ class WandB(ApiModel):
 class MLflow(ApiModel):
     """MLflow run."""
 
-    tracking_uri: Annotated[str, Field(min_length=1, max_length=2048)]
+    tracking_uri: Annotated[str, Field(min_length=1, max_length=2048, examples=["http://mlflow.mlops.svc:5000"])]
     """Address of the tracking server."""
     experiment: Annotated[str, Field(min_length=1, max_length=256)] = "rljob"
     """Experiment name."""
@@ -144,11 +147,11 @@ class Tracking(ApiModel):
 class SupervisedWarmStart(ApiModel):
     """A supervised phase on prompt-answer pairs before RL, with the same model and optimizer settings."""
 
-    data: Annotated[list[Path], Field(min_length=1, max_length=256)]
+    data: Annotated[list[Path], Field(min_length=1, max_length=256, examples=[["/data/warmstart.jsonl"]])]
     """Files with the columns `data.promptField` and `responseField`."""
     response_field: FieldName = "response"
     """Column with the target response."""
-    steps: PositiveInt32
+    steps: Annotated[PositiveInt32, Field(examples=[100])]
     """Optimizer steps."""
     rows_per_step: PositiveInt32 = 64
     """Rows per optimizer step."""

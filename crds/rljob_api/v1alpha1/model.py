@@ -35,7 +35,7 @@ class Attention(StrEnum):
 class LoRA(ApiModel):
     """Low-rank adapters (arXiv 2106.09685)."""
 
-    rank: Annotated[int, Field(ge=1, le=1024)]
+    rank: Annotated[int, Field(ge=1, le=1024, examples=[32])]
     """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0, le=65536)] | None = None
     """Scale numerator; default 2 x rank."""
@@ -46,7 +46,7 @@ class LoRA(ApiModel):
 class Model(ApiModel):
     """The policy model."""
 
-    source: Annotated[str, Field(min_length=1, max_length=1024)]
+    source: Annotated[str, Field(min_length=1, max_length=1024, examples=["Qwen/Qwen3-8B"])]
     """Hugging Face model id or directory in the pod (config.json, weights, tokenizer)."""
     revision: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Revision of a Hugging Face model id."""

@@ -29,9 +29,10 @@ class Rollout(ApiModel):
 
     engine: Engine = Engine.SGLANG
     """SGLang, VLLM, or the built-in Native engine (CPU, small models)."""
-    engine_version: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+(\.[0-9]+)?([a-z0-9.]+)?$", max_length=32)] | None = (
-        None
-    )
+    engine_version: (
+        Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+(\.[0-9]+)?([a-z0-9.]+)?$", max_length=32, examples=["0.5.16"])]
+        | None
+    ) = None
     """Version of the engine in the image; decides environment and arguments. Default: the image catalogue's."""
     placement: Placement = Placement.COLOCATED
     """Colocated engines share the trainer's GPUs; Separate engines have their own."""
@@ -139,7 +140,7 @@ class CheckpointStorage(ApiModel):
 
     claim_name: ShortText | None = None
     """PersistentVolumeClaim, mounted at /var/lib/rljob in every pod; ReadWriteMany when nodes > 1."""
-    host_path: Annotated[str, Field(pattern=r"^/", max_length=1024)] | None = None
+    host_path: Annotated[str, Field(pattern=r"^/", max_length=1024, examples=["/mnt/shared"])] | None = None
     """Directory of the node, mounted at /var/lib/rljob; must be shared storage when nodes > 1."""
     path: Path | None = None
     """Local runs: directory of the run. In a cluster: subdirectory of the volume."""
