@@ -185,10 +185,80 @@ def test_rbac_grants_no_wildcard_and_no_secret_listing(render: Render, values_fi
                 assert not {"list", "watch", "deletecollection"} & set(rule["verbs"])
 
 
+def grants(objects: list[dict[str, Any]], group: str, resource: str) -> set[str]:
+    """Verbs of the operator's roles on a resource."""
+    rules = [
+        rule
+        for item in objects
+        if item["metadata"]["name"] in ("rljob", "rljob-lease")
+        for rule in item.get("rules", [])
+        if group in rule["apiGroups"] and resource in rule["resources"]
+    ]
+    return {verb for rule in rules for verb in rule["verbs"]}
+
+
+def test_every_kind_the_operator_touches_is_granted(render: Render) -> None:
+    kube = pytest.importorskip("rljob_operator.adapters.kube")
+    for values in ((), ("--values", str(CHART / "ci/namespaced-values.yaml"))):
+        objects = render(*values)
+        for resource in (kube.RLJOBS, kube.RAY_CLUSTERS, kube.PODS):  # watched by kopf
+            assert grants(objects, resource.group, resource.plural) >= {"list", "watch"}
+        for resource in (kube.RAY_CLUSTERS, kube.SECRETS, kube.CONFIG_MAPS, kube.NETWORK_POLICIES):
+            # A server-side apply that creates needs both.
+            assert grants(objects, resource.group, resource.plural) >= {"create", "patch", "delete"}
+        assert grants(objects, "", kube.EVENTS.plural) == {"get", "create", "patch"}
+        assert grants(objects, kube.LEASES.group, kube.LEASES.plural) == {"get", "create", "update"}
+        assert grants(objects, "rljob.io", "rljobs/status") == {"patch"}
+
+
+def test_the_operator_cannot_write_a_spec(render: Render) -> None:
+    assert grants(render(), "rljob.io", "rljobs") == {"get", "list", "watch", "delete"}
+
+
+def parse_operator_settings(objects: list[dict[str, Any]], tmp_path: Path) -> Any:
+    """The operator's own reading of the rendered arguments."""
+    settings = pytest.importorskip("rljob_operator.settings")
+    catalogue = tmp_path / "catalogue.yaml"
+    catalogue.write_text(one(objects, "ConfigMap", "rljob-catalogue")["data"]["catalogue.yaml"])
+    arguments = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
+    arguments = [
+        argument.replace("$(POD_NAMESPACE)", "rljob-system").replace("/etc/rljob/catalogue.yaml", str(catalogue))
+        for argument in arguments
+    ]
+    environment = {
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "POD_NAMESPACE": "rljob-system",
+        "POD_NAME": "rljob-0",
+        "POD_IP": "fd00::1",
+    }
+    return settings.parse_settings(arguments, environment)
+
+
+@every_values_file
+def test_the_operator_understands_its_arguments(render: Render, values_file: Path | None, tmp_path: Path) -> None:
+    objects = render(*values_arguments(values_file))
+    settings = parse_operator_settings(objects, tmp_path)
+    template = one(objects, "Deployment")["spec"]["template"]
+    ports = {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
+    assert ports == {"metrics": settings.metrics_port, "health": settings.health_port}
+    assert settings.lease_namespace == "rljob-system"
+    assert settings.ip_family.value == "IPv6", "from POD_IP"
+    assert settings.catalogue == DEFAULT_CATALOGUE
+    options = settings.render_options
+    assert options.operator_namespace == "rljob-system"
+    assert options.operator_pod_labels.items() <= template["metadata"]["labels"].items()
+    assert options.operator_pod_labels, "the job's NetworkPolicy admits the operator's pods by these"
+    assert options.monitoring_namespace_labels == {"kubernetes.io/metadata.name": "monitoring"}
+
+
+def test_job_network_policies_can_be_switched_off(render: Render, tmp_path: Path) -> None:
+    objects = render("--set", "jobs.networkPolicy=false")
+    assert parse_operator_settings(objects, tmp_path).render_options.network_policy is False
+
+
 def test_proxy_access_alone_may_proxy(render: Render) -> None:
     def may_proxy(*arguments: str) -> bool:
-        rules = one(render(*arguments), "ClusterRole", "rljob")["rules"]
-        return any("pods/proxy" in rule["resources"] for rule in rules)
+        return bool(grants(render(*arguments), "", "pods/proxy"))
 
     assert not may_proxy()
     assert may_proxy("--set", "clusterAccess=Proxy")
@@ -313,6 +383,9 @@ def test_notes_warn_about_risky_values(run_helm: Callable[..., subprocess.Comple
     assert "crds.enabled is false" in notes("--set", "crds.enabled=false")
     assert "nothing follows" in notes("--set", "replicas=0")
     assert "rbac.create is false" in notes("--set", "rbac.create=false")
+    assert "jobs.networkPolicy is false" in notes("--set", "jobs.networkPolicy=false")
+    assert "jobs.operatorCidrs is empty" in notes("--set", "clusterAccess=Proxy")
+    assert "WARNING" not in notes("--set", "clusterAccess=Proxy,jobs.operatorCidrs={10.0.0.0/24}")
 
 
 def test_chart_metadata(render: Render) -> None:

@@ -2,16 +2,16 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
 {{- end -}}
 
-{{- /* 50 characters leave room for the suffixes of object names. */ -}}
+{{- /* 46 characters leave room for the suffixes of object names. */ -}}
 {{- define "rljob.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | trunc 46 | trimSuffix "-" -}}
 {{- else -}}
 {{- $name := include "rljob.name" . -}}
 {{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 46 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 46 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -29,6 +29,13 @@
 app.kubernetes.io/name: {{ include "rljob.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: operator
+{{- end -}}
+
+{{- /* {a: b, c: d} as a=b,c=d */ -}}
+{{- define "rljob.flagLabels" -}}
+{{- $parts := list -}}
+{{- range $key, $value := . -}}{{- $parts = append $parts (printf "%s=%s" $key $value) -}}{{- end -}}
+{{- join "," $parts -}}
 {{- end -}}
 
 {{- define "rljob.commonLabels" -}}
@@ -73,14 +80,14 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{- /* What the operator does in every namespace it watches; keep in step with operator/rljob_operator/adapters. */ -}}
+{{- /* What the operator does in every namespace it watches. It cannot write a job's spec: it has no permission to. */ -}}
 {{- define "rljob.managerRules" -}}
 - apiGroups: [rljob.io]
   resources: [rljobs]
-  verbs: [get, list, watch, patch, delete]
+  verbs: [get, list, watch, delete]
 - apiGroups: [rljob.io]
   resources: [rljobs/status]
-  verbs: [get, patch, update]
+  verbs: [patch]
 # Owner references with blockOwnerDeletion need it where OwnerReferencesPermissionEnforcement is on.
 - apiGroups: [rljob.io]
   resources: [rljobs/finalizers]
@@ -93,7 +100,7 @@ capabilities:
   verbs: [get, list, watch]
 {{- if eq .Values.clusterAccess "Proxy" }}
 - apiGroups: [""]
-  resources: [pods/proxy, services/proxy]
+  resources: [pods/proxy]
   verbs: [get, create]
 {{- end }}
 - apiGroups: [""]
@@ -102,7 +109,7 @@ capabilities:
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, create, patch, delete]
-- apiGroups: ["", events.k8s.io]
+- apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [get, create, patch]
 {{- end -}}
