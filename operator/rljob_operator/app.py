@@ -53,6 +53,8 @@ class Hooks:
     )
     crash_point: CrashPoint = _no_crash
     lease_times: LeaseTimes = field(default_factory=LeaseTimes)
+    longest_wait_seconds: float | None = None
+    """Upper bound of the wait between two looks at a job; None: as planned."""
 
 
 class Operator:

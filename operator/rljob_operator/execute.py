@@ -122,8 +122,8 @@ class Executor:
                 if not error.is_refused:
                     raise
                 logger.warning("RLJob %s/%s: %s", observed.namespace, observed.name, error)
-                state.child_error = ChildError(kind, name, error.status, error.message)
-                state.child_error_origin = (observed.generation, generation)
+                state.child_error = ChildError(generation, kind, name, error.status, error.message)
+                state.child_error_generation = observed.generation
                 return True
             await self._crash_point(f"applied {kind}")
         state.child_error = None

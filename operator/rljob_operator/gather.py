@@ -93,7 +93,7 @@ class Gatherer:
             kuberay_installed=clusters is not None,
             ray_clusters=tuple(observe_ray_cluster(cluster) for cluster in clusters or ()),
             pods=pods,
-            child_error=state.find_child_error(generation, status.cluster_generation),
+            child_error=state.find_child_error(generation),
             ray_job=ray_job,
             trainer=trainer,
             memory=state.memory,

@@ -18,13 +18,14 @@ class JobState:
     validated: ValidatedJob | None = None
     """Verdict on the newest generation seen."""
     child_error: ChildError | None = None
-    child_error_origin: tuple[int, int] = (0, 0)
-    """(spec generation, cluster generation) that `child_error` belongs to."""
+    """The newest refusal of a child object."""
+    child_error_generation: int = 0
+    """Generation of the spec it was rendered from: another spec may be accepted."""
     rejections: dict[str, RayJobRejected] = field(default_factory=dict)
     """Submissions the head refused with 400, by id."""
     tokens: dict[int, str] = field(default_factory=dict)
     """Ray token by cluster generation, as stored in the Secret."""
 
-    def find_child_error(self, generation: int, cluster_generation: int) -> ChildError | None:
-        """The refusal, while it still concerns the current spec and cluster."""
-        return self.child_error if self.child_error_origin == (generation, cluster_generation) else None
+    def find_child_error(self, generation: int) -> ChildError | None:
+        """The refusal, while it still concerns the spec as it is now."""
+        return self.child_error if self.child_error_generation == generation else None

@@ -49,9 +49,9 @@ class Settings:
     identity: str = "rljob-operator"
     cluster_access: ClusterAccess = ClusterAccess.DIRECT
     cluster_domain: str = "cluster.local"
-    ip_family: IPFamily = IPFamily.AUTO
-    """Family for jobs that leave it open; Auto: the family of the operator's own pod."""
-    catalogue: Catalogue = DEFAULT_CATALOGUE
+    ip_family: IPFamily = IPFamily.IPV4
+    """Family for jobs that leave it open: IPv4 or IPv6 (the flag's Auto is the family of the operator's own pod)."""
+    catalogue: Catalogue = field(default_factory=lambda: DEFAULT_CATALOGUE)
     render_options: RenderOptions = field(default_factory=RenderOptions)
     reconcile_concurrency: int = 16
     api_requests_per_second: float = 100.0

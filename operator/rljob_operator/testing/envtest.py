@@ -81,8 +81,12 @@ class Envtest:
             headers={"Authorization": f"Bearer {self.token}", "Content-Type": content_type},
         )
         context = ssl.create_default_context(cafile=str(self.ca_path))
-        with urllib.request.urlopen(request, timeout=30, context=context) as response:
-            return json.load(response)
+        try:
+            with urllib.request.urlopen(request, timeout=30, context=context) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:  # the server's explanation is in the body
+            error.msg = f"{error.msg}: {error.read().decode(errors='replace')[:4000]}"
+            raise
 
     def count_writes(self, *, user_agent_prefix: str, namespace: str) -> Counter[tuple[str, str]]:
         """Writes the audit log holds, by (verb, resource/subresource), of one client in one namespace."""
