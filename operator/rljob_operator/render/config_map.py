@@ -31,7 +31,7 @@ def build_config_map(resolved: ResolvedJob, owner: OwnerRef, cluster_generation:
 
 
 def format_job_config(resolved: ResolvedJob) -> str:
-    """job.json. Nulls stay: for `clip.dual` null (off) is not the default."""
+    """job.json. Nulls stay: an engine argument may be null on purpose."""
     return resolved.model_dump_json(indent=2) + "\n"
 
 
