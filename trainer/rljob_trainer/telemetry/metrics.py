@@ -1,6 +1,7 @@
 """Prometheus metrics of the driver: one table, one registry, read from a snapshot at every scrape.
 
-Labels are bounded: the job's name and namespace, and the phase for phase times. No rank, pod, step or prompt is ever a label.
+Labels are bounded: name and namespace of the job, and the phase for phase times. No rank, pod, step or prompt is ever a
+label.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _MAX_BODY_BYTES: Final = 64 * 1024
 
 
 class ProgressServer:
-    """`GET /v1/progress` and `POST /v1/stop` (bearer token when the cluster has one); `GET /healthz`, `GET /metrics`."""
+    """`GET /v1/progress` and `POST /v1/stop` (with the bearer token of the cluster); `GET /healthz`, `GET /metrics`."""
 
     def __init__(self, job: ResolvedJob, state: TelemetryState, on_stop: Callable[[StopRequest], None]) -> None:
         """`on_stop` is called from the server's thread and must return at once. The token is RAY_AUTH_TOKEN's value at
