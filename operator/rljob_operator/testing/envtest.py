@@ -91,16 +91,24 @@ class Envtest:
     def count_writes(self, *, user_agent_prefix: str, namespace: str) -> Counter[tuple[str, str]]:
         """Writes the audit log holds, by (verb, resource/subresource), of one client in one namespace."""
         counts: Counter[tuple[str, str]] = Counter()
+        for entry in self._read_audit_log(namespace):
+            if entry.get("userAgent", "").startswith(user_agent_prefix):
+                counts[entry["verb"], _describe_reference(entry["objectRef"])] += 1
+        return counts
+
+    def list_created(self, *, resource: str, namespace: str) -> list[str]:
+        """Names of the objects that were ever created there, repetitions included."""
+        return [
+            entry["objectRef"].get("name", "")
+            for entry in self._read_audit_log(namespace)
+            if _describe_reference(entry["objectRef"]) == resource and entry["responseStatus"].get("code") == 201
+        ]
+
+    def _read_audit_log(self, namespace: str) -> Iterator[dict[str, Any]]:
         for line in self.audit_log.read_text().splitlines():
             entry = json.loads(line)
-            reference = entry.get("objectRef", {})
-            if reference.get("namespace") != namespace or not entry.get("userAgent", "").startswith(user_agent_prefix):
-                continue
-            if entry.get("stage") != "ResponseComplete":
-                continue
-            resource = "/".join(filter(None, (reference["resource"], reference.get("subresource"))))
-            counts[entry["verb"], resource] += 1
-        return counts
+            if entry.get("objectRef", {}).get("namespace") == namespace and entry["stage"] == "ResponseComplete":
+                yield entry
 
 
 def find_free_port() -> int:
@@ -241,6 +249,10 @@ def envtest(bare_envtest: Envtest) -> Envtest:
     except EnvtestUnavailableError as error:
         _skip_or_fail(str(error))
     return bare_envtest
+
+
+def _describe_reference(reference: dict[str, Any]) -> str:
+    return "/".join(filter(None, (reference["resource"], reference.get("subresource"))))
 
 
 def _skip_or_fail(reason: str) -> None:
