@@ -5,80 +5,83 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_builders import REMOVE, make_document
 
 from rljob_api.findings import Severity
 from rljob_api.load import parse_job
+from rljob_api.testing import REMOVE, make_document
+
+UNKNOWN, MISSING, TYPE, VALUE = "UnknownField", "MissingField", "InvalidType", "InvalidValue"
+RULES_PATH = "spec.failurePolicy.rules[0].onReason"
 
 
 @pytest.mark.parametrize(
     ("changes", "want_path", "want_reason", "want_texts"),
     [
         # Unknown keys
-        ({"rollout.tensorParalelSize": 2}, "spec.rollout.tensorParalelSize", "UnknownField", ["tensorParallelSize?"]),
+        ({"rollout.tensorParalelSize": 2}, "spec.rollout.tensorParalelSize", UNKNOWN, ["tensorParallelSize?"]),
         (
             {"rollout.tensor_parallel_size": 2},
             "spec.rollout.tensor_parallel_size",
-            "UnknownField",
+            UNKNOWN,
             ["tensorParallelSize"],
         ),
-        ({"rollout.nodes": 2}, "spec.rollout.nodes", "UnknownField", ["nodes belongs to spec.cluster.nodes"]),
-        ({"cluster.nodeSelector": {}}, "spec.cluster.nodeSelector", "UnknownField", ["known here: nodes, gpusPerNode"]),
-        ({"spec.algoritm": {}}, "spec.algoritm", "UnknownField", ["did you mean algorithm?"]),
-        ({"reward.functions": [{"type": "GSM8K", "wait": 1}]}, "spec.reward.functions[0].wait", "UnknownField", []),
+        ({"rollout.nodes": 2}, "spec.rollout.nodes", UNKNOWN, ["nodes belongs to spec.cluster.nodes"]),
+        ({"cluster.nodeSelector": {}}, "spec.cluster.nodeSelector", UNKNOWN, ["known here: nodes, gpusPerNode"]),
+        ({"spec.algoritm": {}}, "spec.algoritm", UNKNOWN, ["did you mean algorithm?"]),
+        ({"reward.functions": [{"type": "GSM8K", "wait": 1}]}, "spec.reward.functions[0].wait", UNKNOWN, []),
         # Missing keys
-        ({"model.source": REMOVE}, "spec.model.source", "MissingField", ["required", "Qwen/Qwen3-8B"]),
-        ({"data": REMOVE}, "spec.data", "MissingField", ["required"]),
-        ({"metadata": REMOVE}, "metadata", "MissingField", ["required"]),
-        ({"model.source": None}, "spec.model.source", "MissingField", ["required"]),
+        ({"model.source": REMOVE}, "spec.model.source", MISSING, ["required", "Qwen/Qwen3-8B"]),
+        ({"data": REMOVE}, "spec.data", MISSING, ["required"]),
+        ({"metadata": REMOVE}, "metadata", MISSING, ["required"]),
+        ({"model.source": None}, "spec.model.source", MISSING, ["required"]),
         # Types
         (
             {"rollout.samplesPerPrompt": True},
             "spec.rollout.samplesPerPrompt",
-            "InvalidType",
+            TYPE,
             ["true is not an integer", "8"],
         ),
-        ({"rollout.temperature": False}, "spec.rollout.temperature", "InvalidType", ["false is not a number"]),
+        ({"rollout.temperature": False}, "spec.rollout.temperature", TYPE, ["false is not a number"]),
         (
             {"rollout.samplesPerPrompt": "many"},
             "spec.rollout.samplesPerPrompt",
-            "InvalidType",
+            TYPE,
             ['"many" is not an integer'],
         ),
-        ({"rollout.samplesPerPrompt": 2.5}, "spec.rollout.samplesPerPrompt", "InvalidType", ["2.5 is not an integer"]),
-        ({"suspend": "yes"}, "spec.suspend", "InvalidType", ["use true or false"]),
-        ({"suspend": 1}, "spec.suspend", "InvalidType", ["use true or false"]),
-        ({"suspend": "true"}, "spec.suspend", "InvalidType", ["use true or false"]),
-        ({"cluster.env": [{"name": "A", "value": 0}]}, "spec.cluster.env[0].value", "InvalidType", ['quote it: "0"']),
-        ({"cluster.env": [{"name": "A", "value": True}]}, "spec.cluster.env[0].value", "InvalidType", ['"true"']),
-        ({"cluster.image": 3.11}, "spec.cluster.image", "InvalidType", ['quote it: "3.11"']),
-        ({"data.train": "/data/a.jsonl"}, "spec.data.train", "InvalidType", ["is not a list", "["]),
-        ({"rollout": [1]}, "spec.rollout", "InvalidType", ["[1] is not a mapping"]),
-        ({"cluster.workerResources": {"cpu": True}}, "spec.cluster.workerResources.cpu", "InvalidType", ["true"]),
+        ({"rollout.samplesPerPrompt": 2.5}, "spec.rollout.samplesPerPrompt", TYPE, ["2.5 is not an integer"]),
+        ({"suspend": "yes"}, "spec.suspend", TYPE, ["use true or false"]),
+        ({"suspend": 1}, "spec.suspend", TYPE, ["use true or false"]),
+        ({"suspend": "true"}, "spec.suspend", TYPE, ["use true or false"]),
+        ({"cluster.env": [{"name": "A", "value": 0}]}, "spec.cluster.env[0].value", TYPE, ['quote it: "0"']),
+        ({"cluster.env": [{"name": "A", "value": True}]}, "spec.cluster.env[0].value", TYPE, ['"true"']),
+        ({"cluster.image": 3.11}, "spec.cluster.image", TYPE, ['quote it: "3.11"']),
+        ({"data.train": "/data/a.jsonl"}, "spec.data.train", TYPE, ["is not a list", "["]),
+        ({"rollout": [1]}, "spec.rollout", TYPE, ["[1] is not a mapping"]),
+        ({"cluster.workerResources": {"cpu": True}}, "spec.cluster.workerResources.cpu", TYPE, ["true"]),
         # Values
-        ({"algorithm.type": "grpo"}, "spec.algorithm.type", "InvalidValue", ["did you mean GRPO?", "DrGRPO"]),
-        ({"algorithm.type": 3}, "spec.algorithm.type", "InvalidValue", ["3 is not known", "GRPO"]),
-        ({"rollout.topP": 1.5}, "spec.rollout.topP", "InvalidValue", ["1.5", "more than 0 and at most 1", "1.0"]),
-        ({"rollout.memoryFraction": 1}, "spec.rollout.memoryFraction", "InvalidValue", ["less than 1", "0.6"]),
-        ({"training.promptsPerStep": 0}, "spec.training.promptsPerStep", "InvalidValue", ["1 or more"]),
-        ({"training.miniBatchPrompts": -1}, "spec.training.miniBatchPrompts", "InvalidValue", ["1 or more"]),
-        ({"activeDeadlineSeconds": 0}, "spec.activeDeadlineSeconds", "InvalidValue", ["1 or more"]),
-        ({"data.train": []}, "spec.data.train", "InvalidValue", ["at least 1 entries", "/data/train.jsonl"]),
-        ({"model.source": ""}, "spec.model.source", "InvalidValue", ["at least 1 characters"]),
-        ({"data.promptField": "x" * 129}, "spec.data.promptField", "InvalidValue", ["at most 128 characters"]),
-        ({"cluster.sharedMemory": "16Gb"}, "spec.cluster.sharedMemory", "InvalidValue", ['"16Gb"', "16Gi"]),
-        ({"cluster.sharedMemory": "-1"}, "spec.cluster.sharedMemory", "InvalidValue", ["16Gi"]),
-        ({"rollout.engineVersion": "latest"}, "spec.rollout.engineVersion", "InvalidValue", ["0.5.16"]),
+        ({"algorithm.type": "grpo"}, "spec.algorithm.type", VALUE, ["did you mean GRPO?", "DrGRPO"]),
+        ({"algorithm.type": 3}, "spec.algorithm.type", VALUE, ["3 is not known", "GRPO"]),
+        ({"rollout.topP": 1.5}, "spec.rollout.topP", VALUE, ["1.5", "more than 0 and at most 1", "1.0"]),
+        ({"rollout.memoryFraction": 1}, "spec.rollout.memoryFraction", VALUE, ["less than 1", "0.6"]),
+        ({"training.promptsPerStep": 0}, "spec.training.promptsPerStep", VALUE, ["1 or more"]),
+        ({"training.miniBatchPrompts": -1}, "spec.training.miniBatchPrompts", VALUE, ["1 or more"]),
+        ({"activeDeadlineSeconds": 0}, "spec.activeDeadlineSeconds", VALUE, ["1 or more"]),
+        ({"data.train": []}, "spec.data.train", VALUE, ["at least 1 entries", "/data/train.jsonl"]),
+        ({"model.source": ""}, "spec.model.source", VALUE, ["at least 1 characters"]),
+        ({"data.promptField": "x" * 129}, "spec.data.promptField", VALUE, ["at most 128 characters"]),
+        ({"cluster.sharedMemory": "16Gb"}, "spec.cluster.sharedMemory", VALUE, ['"16Gb"', "16Gi"]),
+        ({"cluster.sharedMemory": "-1"}, "spec.cluster.sharedMemory", VALUE, ["16Gi"]),
+        ({"rollout.engineVersion": "latest"}, "spec.rollout.engineVersion", VALUE, ["0.5.16"]),
         (
             {"failurePolicy.rules": [{"onReason": "Oom", "action": "Retry"}]},
             "spec.failurePolicy.rules[0].onReason",
-            "InvalidValue",
+            VALUE,
             ["NumericalError"],
         ),
         # Envelope
-        ({"apiVersion": "rljob.io/v1"}, "apiVersion", "InvalidValue", ["rljob.io/v1alpha1"]),
-        ({"kind": "RayJob"}, "kind", "InvalidValue", ["use RLJob"]),
-        ({"kind": REMOVE}, "kind", "MissingField", ["RLJob"]),
+        ({"apiVersion": "rljob.io/v1"}, "apiVersion", VALUE, ["rljob.io/v1alpha1"]),
+        ({"kind": "RayJob"}, "kind", VALUE, ["use RLJob"]),
+        ({"kind": REMOVE}, "kind", MISSING, ["RLJob"]),
     ],
 )
 def test_a_mistake_is_named(changes: dict[str, Any], want_path: str, want_reason: str, want_texts: list[str]) -> None:

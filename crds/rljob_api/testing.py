@@ -1,4 +1,4 @@
-"""Documents for the API tests: a small valid job, changed at paths."""
+"""For tests of all parts: a small valid job, changed at paths."""
 
 from __future__ import annotations
 
