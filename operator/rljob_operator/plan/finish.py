@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rljob_api.v1alpha1.status import ConditionType
-from rljob_operator.plan.attempt import stop_ray_job
+from rljob_operator.plan.attempt import REPEAT_SECONDS, stop_ray_job
 from rljob_operator.plan.classify import RAY_JOB_ENDED, describe_checkpoint
 from rljob_operator.plan.cluster import find_leftovers, release_cluster
 from rljob_operator.plan.draft import Draft
@@ -48,8 +48,8 @@ def finish_job(draft: Draft) -> None:
     if ttl_seconds is None:
         return
     if finished_seconds >= ttl_seconds:
-        draft.act(DeleteJob(draft.observed.uid))
-        draft.wake(30.0)
+        if draft.is_due("delete-job", REPEAT_SECONDS):
+            draft.act(DeleteJob(draft.observed.uid))
     else:
         draft.wake(ttl_seconds - finished_seconds)
 
