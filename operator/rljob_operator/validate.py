@@ -69,5 +69,5 @@ def validate_document(
         )
     except ValueError as error:
         return ValidatedJob(generation, job.spec, None, (*findings, make_error("spec", str(error))))
-    findings = [*findings, *collect_findings(resolved, options)]
+    findings = [*findings, *collect_findings(resolved, options, known=findings)]
     return ValidatedJob(generation, job.spec, None if has_errors(findings) else resolved, tuple(findings))

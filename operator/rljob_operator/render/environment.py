@@ -110,7 +110,7 @@ def enforce_environment(
     owned = {entry["name"]: entry for entry in build_owned_entries(auth_secret_name)}
     engine = build_engine_environment(resolved.engine, resolved.engine_version, resolved.spec.rollout.placement)
     owned |= {name: _value(name, value) for name, value in engine.owned.items()}
-    cluster_env_names = {variable.name for variable in resolved.spec.cluster.env}
+    index_of = {variable.name: index for index, variable in enumerate(resolved.spec.cluster.env)}
     removed = dict.fromkeys(KUBERAY_OWNED, "KubeRay sets it")
     removed["RAY_AUTH_TOKEN_PATH"] = "the token comes from the cluster's Secret"
     removed |= dict.fromkeys(
@@ -123,25 +123,25 @@ def enforce_environment(
     kept: list[EnvEntry] = []
     for entry in entries:
         name = entry["name"]
-        entry_path = f"{'spec.cluster.env' if name in cluster_env_names else template_path}[{name}]"
+        path = f"spec.cluster.env[{index_of[name]}]" if name in index_of else f"{template_path}[{name}]"
         if name in REFUSED_BY_KUBERAY:
-            findings.append(make_error("InvalidValue", entry_path, REFUSED_BY_KUBERAY[name]))
+            findings.append(make_error("InvalidValue", f"{path}.name", REFUSED_BY_KUBERAY[name]))
         elif name in removed:
-            findings.append(make_warning("EnvironmentIgnored", entry_path, f"removed: {removed[name]}"))
+            findings.append(make_warning("EnvironmentIgnored", f"{path}.name", f"removed: {removed[name]}"))
         elif name in owned:
             if entry != owned[name]:
                 findings.append(
                     make_warning(
-                        "EnvironmentIgnored", entry_path, f"{_describe(entry)} is ignored: the operator owns it"
+                        "EnvironmentIgnored", f"{path}.name", f"{_describe(entry)} is ignored: the operator owns it"
                     )
                 )
             kept.append(owned[name])
-        elif name in ALLOCATOR_VARIABLES and strips_segments and "expandable_segments" in str(entry.get("value", "")):
+        elif name in ALLOCATOR_VARIABLES and strips_segments and _has_expandable_segments(entry.get("value", "")):
             remaining = _strip_expandable_segments(entry["value"])
             findings.append(
                 make_warning(
                     "AllocatorConfIncompatible",
-                    entry_path,
+                    f"{path}.value",
                     f"{entry['value']!r}: expandable_segments is removed, the memory pool of a co-located engine "
                     f"cannot sleep with it; what remains: {remaining!r}",
                 )
@@ -192,9 +192,13 @@ def _build_no_gpu_environment(gpu_resource_name: str) -> dict[str, str]:
     return environment
 
 
+def _has_expandable_segments(value: str) -> bool:
+    return "expandable_segments:true" in value.replace(" ", "").lower()
+
+
 def _strip_expandable_segments(value: str) -> str:
     options = [option.strip() for option in value.split(",")]
-    return ",".join(option for option in options if option and not option.startswith("expandable_segments"))
+    return ",".join(option for option in options if option and not _has_expandable_segments(option))
 
 
 def _describe(entry: EnvEntry) -> str:

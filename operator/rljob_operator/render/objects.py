@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rljob_api.contract import ResolvedJob
@@ -46,9 +47,19 @@ def render_cluster_objects(
     return [document for document in objects if document is not None]
 
 
-def collect_findings(resolved: ResolvedJob, options: RenderOptions | None = None) -> list[Finding]:
-    """What rendering has to say about a job: errors refuse it, warnings name what was changed or dropped."""
-    options = options or RenderOptions()
+def collect_findings(
+    resolved: ResolvedJob, options: RenderOptions | None = None, known: Iterable[Finding] = ()
+) -> list[Finding]:
+    """What rendering has to say about a job: errors refuse it, warnings name what was changed or dropped.
+
+    What `known` (the findings of `check_job`) already says about a field is not said again.
+    """
+    said = {(finding.severity, finding.path) for finding in known}
+    findings = _collect_all(resolved, options or RenderOptions())
+    return [finding for finding in findings if (finding.severity, finding.path) not in said]
+
+
+def _collect_all(resolved: ResolvedJob, options: RenderOptions) -> list[Finding]:
     findings = (
         check_ip_family(resolved, options)
         + check_resources(resolved)

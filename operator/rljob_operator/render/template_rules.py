@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from rljob_api.findings import Finding
 from rljob_api.names import LABEL_CLUSTER_GENERATION, LABEL_JOB, LABEL_JOB_UID
+from rljob_api.rules.environment import OWNED_ENV, OWNED_ENV_PREFIX
 from rljob_operator.render.names import RAY_CONTAINER
 from rljob_operator.render.types import make_error, make_warning
 
@@ -59,6 +60,20 @@ def check_patch(patch: dict[str, Any], template: dict[str, Any], path: str) -> l
                     f"{name!r} is a new container without an image; the Ray container is called {RAY_CONTAINER!r}",
                 )
             )
+        if name == RAY_CONTAINER:
+            findings += _check_reserved_env(container, f"{path}.spec.containers[{index}].env")
+    return findings
+
+
+def _check_reserved_env(container: dict[str, Any], path: str) -> list[Finding]:
+    """What `spec.cluster.env` may not set, a template may not either."""
+    env = container.get("env")
+    findings = []
+    for index, entry in enumerate(env if isinstance(env, list) else []):
+        name = str(entry.get("name", "")) if isinstance(entry, dict) else ""
+        if name in OWNED_ENV or name.startswith(OWNED_ENV_PREFIX):
+            why = OWNED_ENV.get(name, f"names that begin with {OWNED_ENV_PREFIX} belong to the operator")
+            findings.append(make_error("Reserved", f"{path}[{index}].name", f"{name}: {why}; remove it"))
     return findings
 
 

@@ -30,13 +30,13 @@ def test_user_reference_replaces_a_default_value():
     assert environment["NCCL_DEBUG"] == reference
 
 
-@pytest.mark.parametrize("name", ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "POD_IP", "RLJOB_CONFIG"])
+@pytest.mark.parametrize("name", ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "POD_IP", "POD_IPS", "RLJOB_CONFIG"])
 def test_owned_names_are_restored_with_a_warning(name):
     plain, _ = render_environment()
     environment, findings = render_environment(cluster={"gpusPerNode": 2, "env": [{"name": name, "value": "disabled"}]})
     assert environment[name] == plain[name]
     assert [(finding.severity, finding.reason, finding.path) for finding in findings] == [
-        ("Warning", "EnvironmentIgnored", f"spec.cluster.env[{name}]")
+        ("Warning", "EnvironmentIgnored", "spec.cluster.env[0].name")
     ]
 
 
@@ -44,13 +44,13 @@ def test_owned_names_are_restored_with_a_warning(name):
 def test_names_of_kuberay_are_removed_with_a_warning(name):
     environment, findings = render_environment(cluster={"gpusPerNode": 2, "env": [{"name": name, "value": "x"}]})
     assert name not in environment
-    assert [finding.path for finding in findings] == [f"spec.cluster.env[{name}]"]
+    assert [finding.path for finding in findings] == ["spec.cluster.env[0].name"]
 
 
 @pytest.mark.parametrize("name", ["RAY_REDIS_ADDRESS", "REDIS_USERNAME", "RAY_enable_autoscaler_v2"])
 def test_names_that_make_kuberay_refuse_the_cluster_are_errors(name):
     _, findings = render_environment(role="head", cluster={"gpusPerNode": 2, "env": [{"name": name, "value": "1"}]})
-    assert [(finding.severity, finding.path) for finding in findings] == [("Error", f"spec.cluster.env[{name}]")]
+    assert [(finding.severity, finding.path) for finding in findings] == [("Error", "spec.cluster.env[0].name")]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,8 @@ def test_names_that_make_kuberay_refuse_the_cluster_are_errors(name):
         ("SGLang", "expandable_segments:True,max_split_size_mb:128", "max_split_size_mb:128"),
         ("VLLM", "max_split_size_mb:128, expandable_segments:True", "max_split_size_mb:128"),
         ("SGLang", "max_split_size_mb:128", "max_split_size_mb:128"),
+        ("VLLM", "Expandable_Segments: true", None),
+        ("SGLang", "expandable_segments:False", "expandable_segments:False"),
         ("Native", "expandable_segments:True", "expandable_segments:True"),
     ],
 )

@@ -182,6 +182,10 @@ def test_selector_labels_cannot_be_changed(label):
             {"spec": {"containers": [{"name": "ray", "resources": {"limits": {"nvidia.com/gpu": 4}}}]}},
             ("GPUsDisagree", "spec.cluster.podTemplate.spec.containers[ray].resources.limits[nvidia.com/gpu]"),
         ),
+        (
+            {"spec": {"containers": [{"name": "ray", "env": [{"name": "RAY_AUTH_MODE", "value": "disabled"}]}]}},
+            ("Reserved", "spec.cluster.podTemplate.spec.containers[0].env[0].name"),
+        ),
     ],
 )
 def test_refused_templates(template, want):
