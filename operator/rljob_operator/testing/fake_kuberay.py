@@ -10,8 +10,8 @@ import asyncio
 import base64
 import json
 import ssl
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from rljob_api.names import LABEL_CLUSTER_GENERATION, LABEL_JOB, LABEL_JOB_UID
 from rljob_operator.testing.envtest import Envtest
 from rljob_operator.testing.fake_ray import FakeRay
 
-_POLL_SECONDS: Final = 0.05
+_POLL_SECONDS: Final = 0.1
 _MERGE_PATCH: Final = "application/merge-patch+json"
 _JOB_LABELS: Final = (LABEL_JOB, LABEL_JOB_UID, LABEL_CLUSTER_GENERATION)
 
@@ -61,6 +61,11 @@ class FakeKubeRay:
         if self._session is not None:
             await self._session.close()
 
+    def raise_if_died(self) -> None:
+        """The stand-in's own failure must not look like the operator's."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+
     async def list_clusters(self) -> list[dict[str, Any]]:
         """RayClusters of the namespace."""
         return await self._list(f"/apis/ray.io/v1/namespaces/{self._namespace}/rayclusters")
@@ -72,12 +77,12 @@ class FakeKubeRay:
     async def delete_pod(self, name: str) -> None:
         """A node dies with the pod on it: at once, no grace."""
         options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
-        await self._request("DELETE", f"/api/v1/namespaces/{self._namespace}/pods/{name}", options)
+        await self.request("DELETE", f"/api/v1/namespaces/{self._namespace}/pods/{name}", options)
 
     async def set_pod_status(self, name: str, status: Mapping[str, Any]) -> None:
         """What a kubelet would report."""
         path = f"/api/v1/namespaces/{self._namespace}/pods/{name}/status"
-        await self._request("PATCH", path, {"status": dict(status)}, _MERGE_PATCH)
+        await self.request("PATCH", path, {"status": dict(status)}, _MERGE_PATCH)
 
     async def _run(self) -> None:
         while True:
@@ -88,13 +93,14 @@ class FakeKubeRay:
                 if owner["uid"] not in living:
                     await self._remove_pod(pod, owner["name"])
             for cluster in clusters:
-                await self._reconcile(cluster, [p for p in pods if _is_owned_by(p, cluster)])
+                with _tolerate_races():
+                    await self._reconcile(cluster, [p for p in pods if _is_owned_by(p, cluster)])
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _remove_pod(self, pod: Mapping[str, Any], cluster: str) -> None:
         if pod["metadata"]["labels"]["ray.io/node-type"] == "head":
             self._ray.stop_head(self._namespace, cluster)
-        with suppress(aiohttp.ClientResponseError):
+        with _tolerate_races():
             await self.delete_pod(pod["metadata"]["name"])
 
     async def _reconcile(self, cluster: dict[str, Any], pods: list[dict[str, Any]]) -> None:
@@ -149,7 +155,7 @@ class FakeKubeRay:
             },
             "spec": template["spec"],
         }
-        await self._request("POST", f"/api/v1/namespaces/{self._namespace}/pods", pod)
+        await self.request("POST", f"/api/v1/namespaces/{self._namespace}/pods", pod)
         await self.set_pod_status(name, self._build_pod_status(template))
 
     def _build_pod_status(self, template: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,21 +196,21 @@ class FakeKubeRay:
             }
         path = f"/apis/ray.io/v1/namespaces/{self._namespace}/rayclusters/{cluster['metadata']['name']}/status"
         status = {"state": "ready", "readyWorkerReplicas": max(0, num_ready - 1), "conditions": [*conditions.values()]}
-        with suppress(aiohttp.ClientResponseError):  # deleted meanwhile
-            await self._request("PATCH", path, {"status": status}, _MERGE_PATCH)
+        await self.request("PATCH", path, {"status": status}, _MERGE_PATCH)
 
     async def _read_token(self, cluster: Mapping[str, Any]) -> str:
         path = f"/api/v1/namespaces/{self._namespace}/secrets/{cluster['metadata']['name']}-auth"
-        secret = await self._request("GET", path)
+        secret = await self.request("GET", path)
         return base64.b64decode(secret["data"]["auth_token"]).decode()
 
     async def _list(self, path: str) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = (await self._request("GET", path))["items"]
+        items: list[dict[str, Any]] = (await self.request("GET", path))["items"]
         return items
 
-    async def _request(
+    async def request(
         self, method: str, path: str, body: Any = None, content_type: str = "application/json"
     ) -> dict[str, Any]:
+        """One API call as admin. Raises aiohttp.ClientResponseError with the server's words."""
         assert self._session is not None, "use `async with FakeKubeRay(...)`"
         data = None if body is None else json.dumps(body)
         async with self._session.request(method, path, data=data, headers={"Content-Type": content_type}) as response:
@@ -214,6 +220,16 @@ class FakeKubeRay:
                 )
             document: dict[str, Any] = await response.json()
             return document
+
+
+@contextmanager
+def _tolerate_races() -> Iterator[None]:
+    """An object that vanished or changed under our hands is looked at again in the next round."""
+    try:
+        yield
+    except aiohttp.ClientResponseError as error:
+        if error.status not in (404, 409):
+            raise
 
 
 def _is_owned_by(pod: Mapping[str, Any], cluster: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from rljob_operator.testing.fake_kuberay import FakeKubeRay
 from rljob_operator.testing.fake_ray import FakeRay, LoopbackAccess
 
 DEFAULT_TIMEOUT_SECONDS: Final = 60.0
-_POLL_SECONDS: Final = 0.05
+_POLL_SECONDS: Final = 0.1
 
 JOB: Final[dict[str, Any]] = {
     "apiVersion": "rljob.io/v1alpha1",
@@ -194,7 +194,8 @@ class World:
             await asyncio.sleep(_POLL_SECONDS)
 
     def raise_if_operator_died(self) -> None:
-        """An operator that ended with an error fails the test with that error, not with a time-out."""
+        """What ended with an error fails the test with that error, not with a time-out."""
+        self.kuberay.raise_if_died()
         for running in self.operators:
             if running.task.done() and not running.task.cancelled() and running.task.exception() is not None:
                 running.task.result()
@@ -206,9 +207,8 @@ class World:
     async def request(
         self, method: str, path: str, body: Any = None, content_type: str = "application/json"
     ) -> dict[str, Any]:
-        """An API call as admin. Raises urllib.error.HTTPError with the server's message."""
-        result: dict[str, Any] = await asyncio.to_thread(self.envtest.request, method, path, body, content_type)
-        return result
+        """An API call as admin. Raises aiohttp.ClientResponseError with the server's words."""
+        return await self.kuberay.request(method, path, body, content_type)
 
     @property
     def _jobs_path(self) -> str:
