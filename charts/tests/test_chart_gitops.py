@@ -5,29 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chart_tools import CHART
+from argocd import judge_health
 from kstatus import compute_status
-from lupa.lua51 import LuaRuntime, lua_type
-
-HEALTH_SCRIPT = (CHART / "files/argocd/health.lua").read_text()
-
-
-def judge(document: dict[str, Any]) -> tuple[str, str]:
-    """Health status and message, as Argo CD computes them: the script gets `obj` and no other library."""
-    lua = LuaRuntime(unpack_returned_tuples=True)
-    lua.execute("io = nil; os = nil; require = nil; package = nil")
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, dict):
-            return lua.table_from({key: convert(item) for key, item in value.items()})
-        if isinstance(value, list):
-            return lua.table_from([convert(item) for item in value])
-        return value
-
-    lua.globals().obj = convert(document)
-    result = lua.execute(HEALTH_SCRIPT)
-    assert lua_type(result) == "table"
-    return result.status, result.message
 
 
 def make_job(
@@ -102,6 +81,6 @@ SUCCEEDED = ("Succeeded", "True", "Completed", "10 steps")
     ],
 )
 def test_verdicts(document: dict[str, Any], want_health: str, want_message: str, want_kstatus: str) -> None:
-    health, message = judge(document)
+    health, message = judge_health(document)
     assert (health, compute_status(document)) == (want_health, want_kstatus)
     assert want_message in message
