@@ -112,6 +112,7 @@ def is_predecessor_gone(draft: Draft) -> bool:
     ended = parse_time(last.end_time) if last.end_time is not None else draft.now
     if compute_elapsed_seconds(ended, draft.now) >= limit_seconds:
         release_cluster(draft, f"submission {last.submission_id} did not stop within {limit_seconds:.0f} s")
+        draft.wake(1.0)
         return False
     stop_ray_job(draft, last)
     return False

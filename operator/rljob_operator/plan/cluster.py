@@ -75,9 +75,7 @@ def begin_cluster(draft: Draft) -> None:
     if observed.spec is None:
         raise ValueError("begin_cluster needs a spec that could be read")
     if not observed.kuberay_installed:
-        message = "the API server does not know ray.io/v1 RayCluster: install KubeRay (checked again every 15 s)"
-        note_situation(draft, "KubeRayNotInstalled", message)
-        draft.wake(KUBERAY_CHECK_SECONDS)
+        note_missing_kuberay(draft)
         return
     if leftovers := find_leftovers(draft):
         note_situation(draft, "ReleasingCluster", f"waiting for {', '.join(leftovers[:3])} to go away")
@@ -97,6 +95,9 @@ def begin_cluster(draft: Draft) -> None:
 def await_cluster(draft: Draft) -> bool:
     """Whether the current cluster is ready for an attempt; otherwise say what it waits for."""
     cluster = draft.cluster
+    if not draft.observed.kuberay_installed:
+        note_missing_kuberay(draft)
+        return False
     if cluster is None and draft.last_attempt_on_cluster is None:
         # Nothing was submitted yet, so applying the objects (again) loses nothing.
         ensure_cluster(draft)
@@ -170,6 +171,14 @@ def find_leftovers(draft: Draft) -> list[str]:
         return []
     draft.wake(min(CLUSTER_POLL_SECONDS, left))
     return [*clusters, *sorted(pods)]
+
+
+def note_missing_kuberay(draft: Draft) -> None:
+    """KubeRay may be installed after us; no restart is needed then."""
+    interval = f"{KUBERAY_CHECK_SECONDS:.0f} s"
+    message = f"the API server does not know ray.io/v1 RayCluster; install KubeRay (checked every {interval})"
+    note_situation(draft, "KubeRayNotInstalled", message)
+    draft.wake(KUBERAY_CHECK_SECONDS)
 
 
 def note_situation(draft: Draft, reason: str, message: str) -> None:

@@ -86,13 +86,15 @@ def advance(draft: Draft) -> None:
         return
     if draft.is_cluster_in_use and not is_cluster_reusable(draft):
         release_cluster(draft, "its pods or the spec changed since its last attempt")
-    if not draft.is_cluster_in_use:
-        if refuse_invalid_spec(draft):
-            finish_job(draft)
-        elif is_backoff_over(draft):
-            begin_cluster(draft)
+    if draft.is_cluster_in_use and not is_predecessor_gone(draft):
         return
-    if is_predecessor_gone(draft) and is_backoff_over(draft) and await_cluster(draft):
+    if not is_backoff_over(draft):
+        return
+    if refuse_invalid_spec(draft):
+        finish_job(draft)
+    elif not draft.is_cluster_in_use:
+        begin_cluster(draft)
+    elif await_cluster(draft):
         begin_attempt(draft)
 
 

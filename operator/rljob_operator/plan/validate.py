@@ -23,8 +23,8 @@ def find_refusals(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
 def validate_job(draft: Draft) -> None:
     """Judge the spec of this generation.
 
-    A spec edited into something invalid does not harm a cluster that runs from the spec before; it is refused when the
-    next cluster would be made from it.
+    A spec edited into something invalid does not harm an attempt that runs from the spec before; it is refused when
+    the next attempt would be made from it.
     """
     observed = draft.observed
     if draft.is_terminal:
@@ -39,7 +39,8 @@ def validate_job(draft: Draft) -> None:
         if draft.status.cluster_generation == 0:
             fail_job(draft, FailureReason.INVALID_CONFIGURATION, message)
         elif is_new_generation:
-            draft.record(EventType.WARNING, reason, f"the new spec is refused, the old one stays in force: {message}")
+            text = f"the running attempt keeps the old spec, the next one is refused: {message}"
+            draft.record(EventType.WARNING, reason, text)
         return
     draft.set(ConditionType.VALIDATED, "True", "Valid", "every check passed")
     if not is_new_generation:
@@ -53,7 +54,7 @@ def validate_job(draft: Draft) -> None:
 
 
 def refuse_invalid_spec(draft: Draft) -> bool:
-    """Fail a job whose next cluster would be made from an invalid spec; True when it was failed."""
+    """Fail a job whose next attempt would be made from an invalid spec; True when it was failed."""
     validated = draft.condition(ConditionType.VALIDATED)
     if validated is None or validated.status == "True":
         return False
