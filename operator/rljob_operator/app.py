@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import aiohttp
 import kopf
@@ -37,8 +37,6 @@ from rljob_operator.settings import ClusterAccess, Settings
 
 logger = logging.getLogger(__name__)
 
-_KUBERAY_POLL_SECONDS: Final = 30.0
-
 
 async def _no_crash(point: str) -> None:
     """Production has no crash points."""
@@ -55,6 +53,8 @@ class Hooks:
     lease_times: LeaseTimes = field(default_factory=LeaseTimes)
     longest_wait_seconds: float | None = None
     """Upper bound of the wait between two looks at a job; None: as planned."""
+    kuberay_poll_seconds: float = 30.0
+    """How often namespaced mode looks whether a missing KubeRay has been installed."""
 
 
 class Operator:
@@ -157,7 +157,7 @@ class Operator:
         is_first = True
         while not await _is_kuberay_served(kube):
             is_first = False
-            await asyncio.sleep(_KUBERAY_POLL_SECONDS)
+            await asyncio.sleep(self._hooks.kuberay_poll_seconds)
         if not is_first:
             logger.info("KubeRay was installed: starting to watch RayClusters")
             stop.set()

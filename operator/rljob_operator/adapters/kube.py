@@ -243,6 +243,10 @@ class Kube:
             raise
         return any(entry.get("name") == resource.plural for entry in found.get("resources") or [])
 
+    async def request(self, method: str, path: str, body: Any) -> Document:
+        """Any other request, once. For tools; the operator has a method per verb. Raises KubeError."""
+        return await self._call_once(f"{method} {path}", method, path, body, "application/json", self._timeout_seconds)
+
     @asynccontextmanager
     async def stream(
         self,

@@ -35,6 +35,8 @@ class FakeKubeRay:
         self._ray = ray
         self._session: aiohttp.ClientSession | None = None
         self._task: asyncio.Task[None] | None = None
+        self.is_installed = True
+        """False: as if there were no KubeRay at all."""
         self.unschedulable = False
         """New pods stay Pending: no node fits."""
         self.pod_status: dict[str, Any] | None = None
@@ -86,6 +88,9 @@ class FakeKubeRay:
 
     async def _run(self) -> None:
         while True:
+            if not self.is_installed:
+                await asyncio.sleep(_POLL_SECONDS)
+                continue
             clusters, pods = await asyncio.gather(self.list_clusters(), self.list_pods())
             living = {cluster["metadata"]["uid"] for cluster in clusters}
             for pod in pods:

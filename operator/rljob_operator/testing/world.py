@@ -16,7 +16,7 @@ from typing import Any, Final
 from rljob_operator.adapters.lease import LeaseTimes
 from rljob_operator.app import Hooks, Operator
 from rljob_operator.settings import Settings
-from rljob_operator.testing.envtest import Envtest
+from rljob_operator.testing.envtest import Envtest, apply_crd, find_kuberay_crd
 from rljob_operator.testing.fake_kuberay import FakeKubeRay
 from rljob_operator.testing.fake_ray import FakeRay, LoopbackAccess
 
@@ -92,11 +92,13 @@ class World:
         settings: Mapping[str, Any] | None = None,
         lease_times: LeaseTimes | None = None,
         longest_wait_seconds: float | None = 0.1,
+        kuberay_poll_seconds: float = 30.0,
     ) -> RunningOperator:
         """Start an operator for this namespace; the world stops it at the end."""
         hooks = Hooks(
             access=lambda _settings, _kube, session: LoopbackAccess(session, self.ray),
             longest_wait_seconds=longest_wait_seconds,
+            kuberay_poll_seconds=kuberay_poll_seconds,
         )
         if crash_point is not None:
             hooks.crash_point = crash_point
@@ -113,6 +115,11 @@ class World:
         running = RunningOperator(operator, asyncio.create_task(operator.run()))
         self.operators.append(running)
         return running
+
+    async def install_kuberay(self) -> None:
+        """`helm install kuberay-operator`, on a world opened without it."""
+        await asyncio.to_thread(lambda: apply_crd(self.envtest, find_kuberay_crd()))
+        self.kuberay.is_installed = True
 
     async def apply_job(self, name: str = "tiny", **spec: Any) -> dict[str, Any]:
         """`kubectl apply` of JOB with parts of the spec replaced (None removes a section)."""
@@ -216,7 +223,7 @@ class World:
 
 
 @asynccontextmanager
-async def open_world(environment: Envtest) -> AsyncIterator[World]:
+async def open_world(environment: Envtest, *, with_kuberay: bool = True) -> AsyncIterator[World]:
     """A fresh namespace with everything in it; operators are stopped at the end."""
     namespace = f"test-{uuid.uuid4().hex[:10]}"
     document = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
@@ -225,6 +232,7 @@ async def open_world(environment: Envtest) -> AsyncIterator[World]:
     await ray.start()
     try:
         async with FakeKubeRay(environment, namespace, ray) as kuberay:
+            kuberay.is_installed = with_kuberay
             world = World(environment, namespace, ray, kuberay)
             try:
                 yield world

@@ -98,12 +98,13 @@ async def test_children_are_owned_by_the_job_and_its_spec_is_never_written(world
 
 async def test_bad_job_fails_before_any_child_exists(world: World):
     world.start_operator()
-    # Valid for the schema, refused by a rule: names over 40 characters are too long for the pods' labels.
-    await world.apply_job(reward={"functions": [{"type": "Python"}]})
+    # Valid for the schema, refused by a rule that CEL does not repeat.
+    volume = {"name": "code", "mountPath": "/etc/rljob", "emptyDir": {}}
+    await world.apply_job(cluster={"nodes": 1, "gpusPerNode": 0, "ranksPerNode": 1, "volumes": [volume]})
     job = await world.wait_for_condition("Failed")
     validated = find_condition(job, "Validated")
     assert validated["status"] == "False"
-    assert "spec.reward.functions" in validated["message"]
+    assert "spec.cluster.volumes[0].mountPath" in validated["message"]
     assert find_condition(job, "Stalled")["status"] == "True"
     assert await list_children(world) == []
     assert world.envtest.list_created(resource="rayclusters", namespace=world.namespace) == []
