@@ -68,7 +68,7 @@ verify: venv ## Fail when a generated file is stale (regenerates in a copy and c
 ##@ Tests
 .PHONY: tools
 tools: venv ## Fetch or build what the tests need: kubectl, helm, Prometheus, etcd, kube-apiserver
-	@for what in tools prometheus envtest; do \
+	@for what in tools prometheus envtest crds; do \
 	  $(TOOLCHAIN) $$what || [ "$$CI" != true ] || exit 1; \
 	done
 
