@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 QUADRATIC_TOKENS: Final = 8192
 """Length at which attention costs about as much as the linear layers of a typical model; balances long sequences."""
 
@@ -56,6 +58,18 @@ def plan_batches(
     for micro_batches in packed:
         micro_batches.extend([] for _ in range(num_micro_batches - len(micro_batches)))
     return BatchPlan(packed)
+
+
+def order_mini_batches(num_prompts: int, size: int, num_epochs: int, *, seed: Sequence[int]) -> list[list[int]]:
+    """Prompt indices of each optimizer update; a group is never split.
+
+    The first pass keeps the rollout's order (already shuffled), every further pass draws its own from (seed, epoch).
+    """
+    orders = [
+        np.random.default_rng([*seed, epoch]).permutation(num_prompts) if epoch else np.arange(num_prompts)
+        for epoch in range(num_epochs)
+    ]
+    return [order[start : start + size].tolist() for order in orders for start in range(0, num_prompts, size)]
 
 
 def balance_rows(lengths: Sequence[int], num_bins: int) -> list[list[int]]:

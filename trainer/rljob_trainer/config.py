@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -45,8 +46,37 @@ def load_job(environment: Mapping[str, str]) -> ResolvedJob:
     except ValidationError as error:
         raise ConfigurationError(f"{path}: {_describe(error)}") from error
     check_job(job)
-    spec = job.spec.model_copy(update={"algorithm": resolve_algorithm(job.spec.algorithm)})
-    return job.model_copy(update={"spec": spec})
+    return make_paths_absolute(
+        job.model_copy(
+            update={"spec": job.spec.model_copy(update={"algorithm": resolve_algorithm(job.spec.algorithm)})}
+        )
+    )
+
+
+def make_paths_absolute(job: ResolvedJob) -> ResolvedJob:
+    """Relative paths of a local run are relative to the driver's directory; actors may have another one."""
+
+    def resolve(path: str | None) -> str | None:
+        return path if path is None or not Path(path).exists() else str(Path(path).absolute())
+
+    spec = job.spec
+    functions = [function.model_copy(update={"path": resolve(function.path)}) for function in spec.reward.functions]
+    update: dict[str, Any] = {
+        "model": spec.model.model_copy(update={"source": resolve(spec.model.source)}),
+        "reward": spec.reward.model_copy(update={"functions": functions}),
+        "checkpoint": spec.checkpoint.model_copy(
+            update={"resume_from_path": resolve(spec.checkpoint.resume_from_path)}
+        ),
+    }
+    if spec.reference is not None:
+        update["reference"] = spec.reference.model_copy(update={"source": resolve(spec.reference.source)})
+    run_directory = str(Path(job.paths.run_directory).absolute())
+    return job.model_copy(
+        update={
+            "spec": spec.model_copy(update=update),
+            "paths": job.paths.model_copy(update={"run_directory": run_directory}),
+        }
+    )
 
 
 def _read_overrides(environment: Mapping[str, str]) -> dict[str, int]:
@@ -87,12 +117,14 @@ def check_job(job: ResolvedJob) -> None:
         )
     if layout.gpus_per_node not in (0, layout.ranks_per_node):
         raise ConfigurationError(
-            f"spec.cluster.ranksPerNode: {layout.ranks_per_node} ranks on {layout.gpus_per_node} GPUs; a rank has one GPU, "
+            f"spec.cluster.ranksPerNode: {layout.ranks_per_node} ranks on {layout.gpus_per_node} GPUs; a rank has one "
+            "GPU, "
             f"so use ranksPerNode: {layout.gpus_per_node}, or gpusPerNode: 0 to train on CPUs"
         )
     if layout.tensor_parallel_size != 1:
         raise ConfigurationError(
-            f"spec.rollout.tensorParallelSize: Native engines hold a full copy each, got {layout.tensor_parallel_size}; use 1"
+            "spec.rollout.tensorParallelSize: Native engines hold a full copy each, got "
+            f"{layout.tensor_parallel_size}; use 1"
         )
     mini = training.mini_batch_prompts
     if mini is not None and training.prompts_per_step % mini:

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rljob_api.contract import ResolvedJob, TrainerPhase
 from rljob_api.v1alpha1.algorithm import KLPlacement
+from rljob_trainer.batching import order_mini_batches
 from rljob_trainer.checkpoint import files
 from rljob_trainer.config import build_loss_settings, compute_updates_per_rollout
 from rljob_trainer.data import PromptRow
@@ -101,10 +100,11 @@ class Trainer:
         is_resumed = resume is not None and resume.is_own
         self._state.sampler = self._sampler.state_dict()
         self._reporter.start_training(
+            step=self._state.step,
             total_steps=self._total_steps,
-            resumed_from_step=self._state.step if is_resumed else None,
-            checkpoint=resume.checkpoint if resume is not None and is_resumed else None,
+            resumed_from=resume.checkpoint if resume is not None and is_resumed else None,
             num_parameters=self._cluster.num_parameters,
+            note=_describe_start(resume),
         )
         self._sync_weights()
         evaluation, checkpoint = self._spec.evaluation, self._spec.checkpoint
@@ -196,25 +196,25 @@ class Trainer:
         )
         if self._state.num_nan_steps_in_a_row >= limit:
             raise NumericalError(
-                f"{limit} consecutive updates had NaN or Inf (loss {metrics.loss}, gradient norm {metrics.gradient_norm}, "
+                f"{limit} consecutive updates had NaN or Inf (loss {metrics.loss}, gradient norm "
+                f"{metrics.gradient_norm}, "
                 f"entropy {metrics.entropy}, KL {metrics.kl}); weights are those before them; lower "
                 f"spec.training.learningRate (now {self._spec.training.learning_rate:g}) or inspect samples.jsonl"
             )
         return metrics
 
     def _cut_mini_batches(self, rows: list[TrainRow], step: int) -> list[list[TrainRow]]:
-        """Whole prompts per mini-batch; prompts are shuffled again for every further pass over the rollout."""
         training, num_samples = self._spec.training, self._spec.rollout.samples_per_prompt
-        groups = [rows[start : start + num_samples] for start in range(0, len(rows), num_samples)]
-        size = training.mini_batch_prompts or training.prompts_per_step
-        cut: list[list[TrainRow]] = []
-        for epoch in range(training.epochs_per_step):
-            order = np.arange(len(groups))
-            if epoch:
-                order = np.random.default_rng([training.seed, step, epoch]).permutation(len(groups))
-            for start in range(0, len(groups), size):
-                cut.append([row for index in order[start : start + size] for row in groups[index]])
-        return cut
+        order = order_mini_batches(
+            training.prompts_per_step,
+            training.mini_batch_prompts or training.prompts_per_step,
+            training.epochs_per_step,
+            seed=[training.seed, step],
+        )
+        return [
+            [row for prompt in prompts for row in rows[prompt * num_samples : (prompt + 1) * num_samples]]
+            for prompts in order
+        ]
 
     def _roll_out(
         self, rows: Sequence[PromptRow], num_samples: int, temperature: float, step: int, phase: TrainerPhase
@@ -298,3 +298,9 @@ class Trainer:
         with self._reporter.phase(TrainerPhase.EXPORT):
             self._dispatcher.export(target)
         self._reporter.note(f"exported to {target}")
+
+
+def _describe_start(resume: ResumePoint | None) -> str:
+    if resume is None:
+        return "from the beginning"
+    return f"resumed from {resume.checkpoint.path}" if resume.is_own else f"weights of {resume.checkpoint.path}"

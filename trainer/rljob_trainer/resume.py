@@ -19,7 +19,8 @@ class ResumePoint:
 
     checkpoint: Checkpoint
     is_own: bool
-    """False: another run's checkpoint (`resumeFromPath`): its weights and optimizer, but step 0 and a new data order."""
+    """False: another run's checkpoint (`resumeFromPath`): its weights and optimizer, but step 0 and a new data "
+    "order."""
 
 
 def choose_resume_point(
@@ -39,7 +40,8 @@ def choose_resume_point(
     if spec.resume is Resume.NEVER:
         if newest is not None:
             raise CheckpointError(
-                f"spec.checkpoint.resume: Never, but {directory} holds a checkpoint of step {newest.step}; use resume: Auto to "
+                f"spec.checkpoint.resume: Never, but {directory} holds a checkpoint of step {newest.step}; use "
+                "resume: Auto to "
                 "continue from it, or another spec.checkpoint.storage.path to start anew"
             )
     elif newest is not None:
@@ -51,7 +53,8 @@ def choose_resume_point(
         return ResumePoint(newest, is_own=True)
     if job.resume_floor_step > 0:
         raise CheckpointError(
-            f"no complete checkpoint in {directory}, but an earlier attempt reached step {job.resume_floor_step}; is the "
+            f"no complete checkpoint in {directory}, but an earlier attempt reached step {job.resume_floor_step}; is "
+            "the "
             "storage the same?"
         )
     if spec.resume_from_path is not None:
@@ -59,11 +62,13 @@ def choose_resume_point(
         problem = found if isinstance(found, str) else files.verify_contents(found, on_file)
         if problem is not None or isinstance(found, str):
             raise CheckpointError(
-                f"spec.checkpoint.resumeFromPath: {spec.resume_from_path}: {problem}; give a complete step-<n> directory"
+                f"spec.checkpoint.resumeFromPath: {spec.resume_from_path}: {problem}; give a complete step-<n> "
+                "directory"
             )
         return ResumePoint(found, is_own=False)
     if spec.resume is Resume.REQUIRED:
         raise CheckpointError(
-            f"spec.checkpoint.resume: Required, but {directory} holds no complete checkpoint; use resume: Auto to start anew"
+            f"spec.checkpoint.resume: Required, but {directory} holds no complete checkpoint; use resume: Auto to "
+            "start anew"
         )
     return None

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from rljob_api.contract import ResolvedJob
@@ -25,6 +26,7 @@ from rljob_trainer.errors import ConfigurationError
 from rljob_trainer.models.policy import TORCH_DTYPES, PolicyModel, load_causal_lm
 from rljob_trainer.models.sharding import shard_policy
 from rljob_trainer.optimization import build_optimizer
+from rljob_trainer.quiet import quiet_libraries
 from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics
 from rljob_trainer.sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, combine_checksums, compute_tensor_checksum
 from rljob_trainer.sync.gather import gather_buckets
@@ -54,8 +56,9 @@ class TrainWorker:
         self._job = job
         self._use_gpu = job.layout.gpus_per_node > 0
         self._device = torch.device("cuda", 0) if self._use_gpu else torch.device("cpu")
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._progress = 0
+        quiet_libraries()
         torch.set_num_threads(num_threads)
 
     def locate(self) -> WorkerLocation:
@@ -78,7 +81,8 @@ class TrainWorker:
         address = ray.util.get_node_ip_address()
         if is_loopback(address) and self._job.layout.num_nodes > 1:
             raise ConfigurationError(
-                f"rank 0's node has the loopback address {address}, but ranks span {self._job.layout.num_nodes} nodes; start "
+                f"rank 0's node has the loopback address {address}, but ranks span {self._job.layout.num_nodes} "
+                "nodes; start "
                 "Ray with the pod IP (--node-ip-address)"
             )
         self._store, rendezvous = start_store(address, self._job.layout.world_size, timeout_seconds)

@@ -84,8 +84,10 @@ def claim_run_directory(directory: Path, *, uid: str, name: str, namespace: str,
                 return
             if not adopt:
                 raise CheckpointError(
-                    f"{directory} holds the state of another RLJob with UID {owner.get('uid')!r} (this job: {uid!r}); set "
-                    "spec.checkpoint.adopt: true to take it over, spec.checkpoint.resumeFromPath to start from one of its "
+                    f"{directory} holds the state of another RLJob with UID {owner.get('uid')!r} (this job: {uid!r}); "
+                    "set "
+                    "spec.checkpoint.adopt: true to take it over, spec.checkpoint.resumeFromPath to start from one "
+                    "of its "
                     "checkpoints, or another spec.checkpoint.storage.path"
                 )
         write_atomically(owner_path, json.dumps({"uid": uid, "name": name, "namespace": namespace}) + "\n")

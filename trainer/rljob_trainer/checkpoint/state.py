@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -20,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from rljob_trainer.checkpoint.records import FileRecord, compute_file_record
 from rljob_trainer.errors import CheckpointError
@@ -38,7 +39,7 @@ def save_state(
     """
     target = directory / STATE_DIRECTORY
     with _storage_errors(target):
-        dcp.save(_collect(policy, optimizer, reference), checkpoint_id=str(target))
+        save_distributed(_collect(policy, optimizer, reference), checkpoint_id=str(target))
         torch.save(torch.get_rng_state(), target / f"rng-{dist.get_rank()}.pt")
         # DCP names data files `__<rank>_<n>.distcp`; each rank checks what it wrote itself, in parallel.
         own = [*target.glob(f"__{dist.get_rank()}_*.distcp"), target / f"rng-{dist.get_rank()}.pt"]
@@ -58,7 +59,7 @@ def load_state(
     source = directory / STATE_DIRECTORY
     with _storage_errors(source):
         state = _collect(policy, optimizer, reference)
-        dcp.load(state, checkpoint_id=str(source))
+        load_distributed(state, checkpoint_id=str(source))
         set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if reference is not None:
             set_model_state_dict(reference, state[REFERENCE_KEY])
@@ -77,7 +78,10 @@ def _collect(policy: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.
 
 def gather_full_weights(policy: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters on the CPU of rank 0 (empty on the others). Collective."""
-    return get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state: dict[str, Any] = get_model_state_dict(
+        policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    return state
 
 
 @contextlib.contextmanager

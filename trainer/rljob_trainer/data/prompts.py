@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._template: str | None = data.chat_template or tokenizer.chat_template
         self._system_prompt = data.system_prompt
+        # Demonstrations repeat their prompts; rendering a template costs more than all the rest of a row.
+        self._render_template = functools.lru_cache(maxsize=4096)(self._apply_template)
         if self._system_prompt is not None and self._template is None:
             raise DataError(
                 f"spec.data.systemPrompt is set, but the tokenizer of {tokenizer.name_or_path} has no chat template; "
@@ -52,16 +55,21 @@ class PromptRenderer:
                 f"{place}: the prompt is a list of messages, but the tokenizer of {self._tokenizer.name_or_path} has "
                 "no chat template; set spec.data.chatTemplate, or give prompts as text"
             )
-        messages = self._wrap(prompt) if isinstance(prompt, str) else prompt
         from jinja2 import TemplateError
 
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
-            )
+            text = self._render_template(prompt) if isinstance(prompt, str) else self._apply_template(prompt)
         except (TemplateError, ValueError, TypeError) as error:
             raise DataError(f"{place}: the chat template cannot render this prompt: {error}") from error
-        return str(text)
+        return text
+
+    def _apply_template(self, prompt: str | list[Message]) -> str:
+        messages = self._wrap(prompt) if isinstance(prompt, str) else prompt
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
+            )
+        )
 
     def tokenize(self, texts: list[str]) -> list[Rendered]:
         """Token ids of rendered texts, in one batch. The template has written its special tokens itself, so the

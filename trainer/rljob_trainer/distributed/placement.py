@@ -98,7 +98,9 @@ def reserve_ranks(nodes: Sequence[NodeResources], layout: Layout) -> PlacementGr
         remove_placement_group(group)
         available = ray.available_resources()
         raise TransientError(
-            f"Ray did not reserve {len(owners)} bundles of {bundle} on {', '.join(node.address for node in nodes)} within "
-            f"{PLACEMENT_DEADLINE_SECONDS:.0f} s; free now: {available.get('CPU', 0):g} CPUs, {available.get('GPU', 0):g} GPUs"
+            f"Ray did not reserve {len(owners)} bundles of {bundle} on {', '.join(node.address for node in nodes)} "
+            "within "
+            f"{PLACEMENT_DEADLINE_SECONDS:.0f} s; free now: {available.get('CPU', 0):g} CPUs, "
+            f"{available.get('GPU', 0):g} GPUs"
         )
     return group

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from rljob_trainer.errors import TransientError
 
@@ -18,9 +19,9 @@ class Rendezvous:
     port: int
 
 
-def start_store(host: str, world_size: int, timeout_seconds: float) -> tuple[dist.TCPStore, Rendezvous]:
+def start_store(host: str, world_size: int, timeout_seconds: float) -> tuple[TCPStore, Rendezvous]:
     """Rank 0's store on a free port; the kernel picks the port, so nothing can take it in between."""
-    store = dist.TCPStore(
+    store = TCPStore(
         host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False
     )
     return store, Rendezvous(host, store.port)
@@ -31,7 +32,7 @@ def join_process_group(
     *,
     rank: int,
     world_size: int,
-    store: dist.TCPStore | None,
+    store: TCPStore | None,
     use_gpu: bool,
     timeout_seconds: float,
     collective_timeout_seconds: float,
@@ -43,7 +44,7 @@ def join_process_group(
     """
     try:
         if store is None:
-            store = dist.TCPStore(
+            store = TCPStore(
                 rendezvous.host,
                 rendezvous.port,
                 world_size,

@@ -35,7 +35,8 @@ def connect_ray(job: ResolvedJob) -> None:
         return
     if job.layout.num_nodes > 1:
         raise ConfigurationError(
-            f"spec.cluster.nodes: {job.layout.num_nodes} nodes, but this is a local run ({ENV_RAY_ADDRESS} is not set); use nodes: 1"
+            f"spec.cluster.nodes: {job.layout.num_nodes} nodes, but this is a local run ({ENV_RAY_ADDRESS} is not "
+            "set); use nodes: 1"
         )
     # Without these a laptop run reports usage and colours the log of every actor.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

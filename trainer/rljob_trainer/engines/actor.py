@@ -21,6 +21,7 @@ from rljob_trainer.engines.contract import (
 )
 from rljob_trainer.engines.native import NativeEngine
 from rljob_trainer.errors import ConfigurationError
+from rljob_trainer.quiet import quiet_libraries
 from rljob_trainer.sync.buckets import Bucket
 
 ADAPTERS: dict[Engine, Callable[[], EngineAdapter]] = {Engine.NATIVE: NativeEngine}
@@ -34,6 +35,7 @@ class EngineActor:
             raise ConfigurationError(
                 f"spec.rollout.engine: {engine} has no adapter in this trainer; use {', '.join(ADAPTERS)}"
             )
+        quiet_libraries()
         self._adapter = ADAPTERS[engine]()
 
     def locate(self) -> dict[str, Any]:

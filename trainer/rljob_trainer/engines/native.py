@@ -101,7 +101,8 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _prefill(self, requests: Sequence[GenerateRequest]) -> tuple[Tensor, Any, Tensor, Tensor]:
-        """Last logits per sample (B, V), cache, attention mask (B, L) and next position (B,), samples of a prompt adjacent."""
+        """Last logits per sample (B, V), cache, attention mask (B, L) and next position (B,), samples of a prompt "
+        "adjacent."""
         device = self._model.device
         max_length = max(len(request.prompt_ids) for request in requests)
         ids_PL = torch.zeros(len(requests), max_length, dtype=torch.int64)

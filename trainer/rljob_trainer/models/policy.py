@@ -30,6 +30,10 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.chunk_tokens = chunk_tokens
         self._softcap: float | None = getattr(causal_lm.config, "final_logit_softcapping", None)
+        # Found once: sharding renames the classes.
+        names = set(causal_lm._no_split_modules or ())  # type: ignore[arg-type]
+        self.blocks = [module for module in causal_lm.modules() if type(module).__name__ in names]
+        """Decoder blocks in order: the units of sharding, gathering and recomputation."""
 
     def forward(
         self, batch: PackedBatch, *, temperature: float, with_entropy_gradient: bool = False
@@ -57,12 +61,6 @@ class PolicyModel(nn.Module):
         logits_CV: Tensor = causal_lm.get_output_embeddings()(hidden_CE)
         return logits_CV if self._softcap is None else self._softcap * torch.tanh(logits_CV / self._softcap)
 
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """Decoder blocks in order: the units of sharding, gathering and recomputation."""
-        names = set(self.causal_lm._no_split_modules or ())  # type: ignore[arg-type]
-        return [module for module in self.causal_lm.modules() if type(module).__name__ in names]
-
 
 def load_config(source: str, revision: str | None = None, *, field: str = "spec.model.source") -> Any:
     """The model's config.
@@ -71,7 +69,8 @@ def load_config(source: str, revision: str | None = None, *, field: str = "spec.
         ConfigurationError: the directory is missing or not a model, or its architecture cannot be packed exactly.
     """
     directory = Path(source)
-    if source.startswith(("/", ".")) and not directory.is_dir():
+    # A hub id is `owner/name` at most; anything else is a path, and must not be looked up on the network.
+    if (source.startswith(("/", ".")) or source.count("/") > 1) and not directory.is_dir():
         siblings = sorted(entry.name for entry in directory.parent.iterdir())[:10] if directory.parent.is_dir() else []
         raise ConfigurationError(
             f"{field}: directory {source!r} does not exist"
@@ -96,7 +95,8 @@ def load_config(source: str, revision: str | None = None, *, field: str = "spec.
         1.0,
     ):
         raise ConfigurationError(
-            f"{field}: {source!r} scales its logits, which the chunked head does not reproduce; use another architecture"
+            f"{field}: {source!r} scales its logits, which the chunked head does not reproduce; use another "
+            "architecture"
         )
     return config
 

@@ -27,13 +27,17 @@ def shard_policy(policy: PolicyModel, mesh: DeviceMesh, dtype: DType, *, recompu
 
 
 def _wrap_blocks(policy: PolicyModel) -> None:
-    blocks = {id(block) for block in policy.blocks}
-    for parent in list(policy.modules()):
+    wrapped = {
+        id(block): checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT) for block in policy.blocks
+    }
+    for parent in list(policy.causal_lm.modules()):
         for name, child in list(parent.named_children()):
-            if id(child) in blocks:
-                setattr(parent, name, checkpoint_wrapper(child, checkpoint_impl=CheckpointImpl.NO_REENTRANT))
+            if id(child) in wrapped:
+                setattr(parent, name, wrapped[id(child)])
+    policy.blocks = list(wrapped.values())
 
 
 def clean_parameter_name(name: str) -> str:
-    """The Hugging Face name of a parameter of `PolicyModel`: without our prefix and the recomputation wrapper's part."""
+    """The Hugging Face name of a parameter of `PolicyModel`: without our prefix and the recomputation wrapper's "
+    "part."""
     return name.replace(CHECKPOINT_WRAPPER_PART, "").removeprefix(PREFIX)

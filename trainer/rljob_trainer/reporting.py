@@ -1,0 +1,224 @@
+"""From what the loop says to progress, metrics, samples and console."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rljob_api.contract import ResolvedJob, TrainerPhase, TrainerState, Verdict
+from rljob_api.v1alpha1.status import CheckpointStatus
+from rljob_trainer.checkpoint.files import Checkpoint
+from rljob_trainer.experience import ExperienceStatistics
+from rljob_trainer.rewards import summarise_rewards
+from rljob_trainer.rollout import ScoredSample
+from rljob_trainer.rows import UpdateMetrics
+from rljob_trainer.telemetry import (
+    Console,
+    MetricsWriter,
+    SampleRecord,
+    SampleWriter,
+    StepStatistics,
+    TelemetryState,
+    write_summary,
+)
+
+WARM_START_LINE_EVERY = 20
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One finished step."""
+
+    step: int
+    epoch: float
+    statistics: ExperienceStatistics
+    updates: list[UpdateMetrics]
+    learning_rate: float
+    seconds: float
+    weight_version: int
+    num_nan_steps: int
+    """Updates skipped for NaN or Inf since the run began."""
+    num_tokens_total: int
+    samples: list[ScoredSample]
+
+
+class RunReporter:
+    """The loop's only way out. Called from the driver's thread."""
+
+    def __init__(self, job: ResolvedJob, state: TelemetryState, console: Console) -> None:
+        self._job, self._state, self._console = job, state, console
+        self._directory = Path(job.paths.run_directory)
+        self._metrics: MetricsWriter | None = None
+        self._samples: SampleWriter | None = None
+        self._total_steps = 0
+        self._started = time.monotonic()
+        self._statistics: StepStatistics | None = None
+        self._checkpoint: Checkpoint | None = None
+
+    def phase(self, phase: TrainerPhase) -> AbstractContextManager[None]:
+        """Time and heartbeat of a phase."""
+        return self._state.phase(phase)
+
+    def heartbeat(self) -> None:
+        """Progress inside a phase."""
+        self._state.heartbeat()
+
+    def count_samples(self, _: int) -> None:
+        """Finished samples of a rollout are progress."""
+        self._state.heartbeat()
+
+    def note(self, text: str) -> None:
+        """A line for people."""
+        self._console.note(text)
+
+    def start_training(
+        self, *, step: int, total_steps: int, resumed_from: Checkpoint | None, num_parameters: int, note: str
+    ) -> None:
+        """The first step is about to start; metrics after a resumed step are dropped, since they will be repeated."""
+        resumed_step = None if resumed_from is None else step
+        self._checkpoint, self._total_steps = resumed_from, total_steps
+        self._metrics = MetricsWriter(self._directory, resumed_from_step=resumed_step)
+        self._samples = SampleWriter(self._directory, resumed_from_step=resumed_step)
+        self._state.start_training(
+            total_steps=total_steps,
+            step=step,
+            resumed_from_step=resumed_step,
+            checkpoint=None if resumed_from is None else _describe(resumed_from),
+        )
+        layout = self._job.layout
+        self.note(
+            f"{self._job.name}: {num_parameters:,} parameters on {layout.world_size} ranks, {layout.num_engines} "
+            f"{self._job.engine} engines; steps {step + 1} to {total_steps} ({note}); state in {self._directory}"
+        )
+        self._console.start("train", total=total_steps, completed=step)
+
+    def report_warm_start(self, step: int, total_steps: int, metrics: UpdateMetrics) -> None:
+        """One supervised step."""
+        self._state.heartbeat()
+        if step == 1:
+            self._console.start("warm start", total=total_steps)
+        self._console.update(step, total_steps, f"loss {metrics.loss:.3f}", every=WARM_START_LINE_EVERY)
+
+    def report_step(self, report: StepReport) -> None:
+        """Metrics and samples of a step; progress follows in `finish_step`, after evaluation and checkpoint."""
+        statistics, updates = report.statistics, report.updates
+        rewards = summarise_rewards([sample.result for sample in report.samples])
+        num_tokens = statistics.num_prompt_tokens + statistics.num_response_tokens
+        # Without a reference the KL to watch is the one to the policy that generated.
+        uses_reference = str(self._job.spec.algorithm.kl.placement) != "None"
+        self._statistics = StepStatistics(
+            step=report.step,
+            step_seconds=report.seconds,
+            num_tokens=num_tokens,
+            epoch=report.epoch,
+            reward_mean=statistics.reward_mean,
+            reward_std=statistics.reward_std,
+            reward_function_means=rewards.function_means,
+            kl_mean=_mean([update.kl if uses_reference else update.rollout_kl for update in updates]),
+            entropy=_mean([update.entropy for update in updates]),
+            response_tokens_mean=statistics.response_tokens_mean,
+            loss=_mean([update.loss for update in updates]),
+            gradient_norm=_mean([update.gradient_norm for update in updates]),
+            clip_fraction=_mean([update.clip_fraction for update in updates]),
+            learning_rate=report.learning_rate,
+            weight_version=report.weight_version,
+            num_nan_steps_total=report.num_nan_steps,
+            num_dropped_samples=rewards.num_dropped,
+            num_nan_rewards=rewards.num_nan,
+            num_reward_timeouts=rewards.num_timeouts,
+            num_tokens_total=report.num_tokens_total,
+        )
+        row = asdict(self._statistics) | {
+            "rollout_kl_mean": _mean([update.rollout_kl for update in updates]),
+            "ratio_max_deviation": max(update.ratio_max_deviation for update in updates),
+            "num_updates": len(updates),
+            "num_skipped_updates": sum(not update.is_finite for update in updates),
+            "num_samples": statistics.num_samples,
+            "truncated_fraction": statistics.truncated_fraction,
+            "zero_variance_group_fraction": statistics.zero_variance_group_fraction,
+        }
+        if self._metrics is not None:
+            self._metrics.write(row)
+        every = self._job.spec.tracking.sample_every_steps
+        if every and report.step % every == 0:
+            self._write_samples(report.step, report.samples, "train")
+
+    def report_evaluation(self, step: int, statistics: ExperienceStatistics, samples: list[ScoredSample]) -> None:
+        """One held-out evaluation."""
+        self._state.record_evaluation(statistics.reward_mean)
+        if self._metrics is not None:
+            self._metrics.write(
+                {
+                    "step": step,
+                    "evaluation_reward_mean": statistics.reward_mean,
+                    "evaluation_response_tokens_mean": statistics.response_tokens_mean,
+                    "evaluation_truncated_fraction": statistics.truncated_fraction,
+                    "num_evaluation_samples": statistics.num_samples,
+                }
+            )
+        self._write_samples(step, samples, "evaluation")
+        mean = "n/a" if statistics.reward_mean is None else f"{statistics.reward_mean:.3f}"
+        self.note(f"held-out reward after step {step}: {mean} ({statistics.num_samples} samples)")
+
+    def report_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint was published."""
+        self._checkpoint = checkpoint
+        self._state.record_checkpoint(_describe(checkpoint))
+
+    def finish_step(self) -> None:
+        """Everything of the step is done."""
+        if self._statistics is None:
+            return
+        self._state.finish_step(self._statistics)
+        self._console.show_step(
+            self._statistics,
+            total_steps=self._total_steps,
+            phase_seconds=self._state.last_phase_seconds,
+            seconds_left=self._state.estimate_seconds_left(),
+        )
+
+    def finish_run(self, verdict: Verdict, state: TrainerState) -> None:
+        """Close files, publish the verdict, and show the summary of a run that got anywhere."""
+        self._state.set_verdict(verdict, state)
+        self._console.stop()
+        for writer in (self._metrics, self._samples):
+            if writer is not None:
+                writer.close()
+        if self._statistics is not None and state is not TrainerState.FAILED:
+            export = self._directory / "export" / f"step-{self._statistics.step}"
+            self.note(
+                write_summary(
+                    self._directory,
+                    name=self._job.name,
+                    seconds=time.monotonic() - self._started,
+                    checkpoint_path=None if self._checkpoint is None else str(self._checkpoint.path),
+                    export_path=str(export) if export.exists() else None,
+                )
+            )
+
+    def _write_samples(self, step: int, samples: Sequence[ScoredSample], kind: str) -> None:
+        if self._samples is None or not self._job.spec.tracking.sample_every_steps:
+            return
+        records = [
+            SampleRecord(
+                uid=sample.row.uid,
+                prompt=sample.row.prompt_text,
+                response=sample.text,
+                reward=sample.result.reward,
+                answer=sample.row.answer,
+            )
+            for sample in samples
+        ]
+        self._samples.write_samples(step, records, kind=kind)
+
+
+def _describe(checkpoint: Checkpoint) -> CheckpointStatus:
+    return CheckpointStatus(step=checkpoint.step, path=str(checkpoint.path), time=checkpoint.manifest.time)
+
+
+def _mean(values: Sequence[float]) -> Any:
+    return sum(values) / len(values) if values else None
