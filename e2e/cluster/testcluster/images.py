@@ -221,7 +221,7 @@ def compile_environment() -> None:
     say("byte-compiling the environment that job pods mount ...")
     # Some packages ship files that are templates or for other Python versions; those are not imported.
     run(
-        [_interpreter(), "-m", "compileall", "-q", "-j", "2", site_packages_dir()],
+        [_interpreter(), "-m", "compileall", "-q", "-j", "2", "-x", r"/tests?/", site_packages_dir()],
         timeout_seconds=_BUILD_DEADLINE_SECONDS,
         check=False,
     )

@@ -45,6 +45,14 @@ from testcluster.traces import (
 _LOCK_DEADLINE_SECONDS = 1800
 # Whoever would restart or report the rest goes first.
 _KILL_FIRST = ("kuberay-operator", "kubelet", "coredns", "kube-proxy", "kube-scheduler", "kube-controller-manager")
+# Who reads a configuration file at its start only, and must be started again when the file changes.
+_READERS = {
+    "audit-policy.yaml": "kube-apiserver",
+    "containerd.toml": "containerd",
+    "kubelet.yaml": "kubelet",
+    "kube-proxy.yaml": "kube-proxy",
+    "Corefile": "coredns",
+}
 
 
 def _lock_path(config: ClusterConfig) -> Path:
@@ -87,7 +95,9 @@ def up(config: ClusterConfig) -> None:
         save_sysctls(config)
         network.ensure_network(config)
         ensure_pki(config)
-        _write_files(config)
+        for name in _write_files(config):
+            if name in _READERS:
+                kill(config, _READERS[name])
         make_cgroups(config)
         _start(config, control_plane(config))
         _start(config, [containerd(config)])

@@ -100,7 +100,7 @@ def kube_proxy_config(config: ClusterConfig) -> dict[str, Any]:
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
         "bindAddress": addresses.node,
-        "healthzBindAddress": f"{url_host(addresses.loopback)}:10256",
+        "healthzBindAddress": f"{url_host(addresses.node)}:10256",
         "metricsBindAddress": f"{url_host(addresses.loopback)}:10249",
         "hostnameOverride": NODE_NAME,
         "clientConnection": {"kubeconfig": str(client_kubeconfig(config, "kube-proxy"))},
@@ -126,7 +126,7 @@ def corefile(config: ClusterConfig) -> str:
     return f""".:53 {{
     bind {config.addresses.node}
     errors
-    ready {url_host(config.addresses.loopback)}:8181
+    ready {url_host(config.addresses.node)}:8181
     kubernetes {CLUSTER_DOMAIN} in-addr.arpa ip6.arpa {{
         kubeconfig {client_kubeconfig(config, "coredns")}
         pods insecure

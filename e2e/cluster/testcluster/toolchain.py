@@ -68,7 +68,7 @@ NODE_BINARIES = GoBuild(
     _KUBERNETES_VARIABLES,
 )
 KUBERAY = GoBuild("kuberay", KUBERAY_VERSION, {"kuberay-operator": _KUBERAY_MODULE})
-COREDNS = GoBuild("coredns", COREDNS_VERSION, {"coredns": "github.com/coredns/coredns"})
+COREDNS = GoBuild("coredns", COREDNS_VERSION, {"coredns": "rljob.io/e2e/coredns"})
 
 DEBIAN_PACKAGES = {
     "containerd": "containerd",

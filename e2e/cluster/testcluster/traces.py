@@ -14,6 +14,9 @@ from testcluster.shell import run
 
 _CGROUP_MOUNT = Path("/sys/fs/cgroup")
 _CGROUP_CONTROLLERS = "+cpu +cpuset +io +memory +pids"
+# The host's processes compete one by one with this whole group: at a weight of one, all pods together would get the
+# time of a single process, and Ray's start-up deadlines would pass on a busy machine.
+_CPU_WEIGHT_FACTOR = 16
 # Kubelet sets these for the whole machine.
 _SYSCTLS = ("vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops")
 _CNI_RESULTS = Path("/var/lib/cni/results")
@@ -48,8 +51,11 @@ def make_cgroups(config: ClusterConfig) -> None:
             _write(hierarchy / "cgroup.subtree_control", _CGROUP_CONTROLLERS)
             folder.mkdir(exist_ok=True)
             _write(folder / "cgroup.subtree_control", _CGROUP_CONTROLLERS)
+            _write(folder / "cpu.weight", str(_CPU_WEIGHT_FACTOR * 100))
             continue
         folder.mkdir(exist_ok=True)
+        if (folder / "cpu.shares").exists():
+            _write(folder / "cpu.shares", str(_CPU_WEIGHT_FACTOR * 1024))
         # A new v1 cpuset is empty, and no process can enter an empty one.
         for setting in ("cpuset.cpus", "cpuset.mems"):
             if (hierarchy / setting).exists():

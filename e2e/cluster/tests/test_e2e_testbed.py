@@ -24,7 +24,7 @@ JOB_DEADLINE_SECONDS = 300
 JOB = """python -c "
 import os, socket, ray, torch, rljob_api, rljob_trainer
 ray.init()
-node = ray.get(ray.remote(socket.gethostname).options(num_cpus=1).remote())
+node = ray.get(ray.remote(lambda: socket.gethostname()).options(num_cpus=1).remote())
 open('/var/lib/rljob/testbed', 'w').write('written by uid %d' % os.getuid())
 print('torch', torch.__version__, torch.__file__)
 print('ran on', node)

@@ -83,7 +83,7 @@ def test_configuration_files_keep_everything_below_the_run_folder(tmp_path):
         (line,) = [text for text in containerd.splitlines() if text.startswith(f"{key} = ")]
         assert str(tmp_path) in line
     assert "restrict_oom_score_adj = true" in containerd
-    assert settings.kube_proxy_config(config)["healthzBindAddress"] == "[::1]:10256"
+    assert settings.kube_proxy_config(config)["healthzBindAddress"] == "[fd10:201::1]:10256"
 
 
 def test_dns_objects_point_to_the_node():
