@@ -127,14 +127,15 @@ def was_job_seen(draft: Draft, attempt: AttemptStatus) -> bool:
 def judge_ended_job(draft: Draft, attempt: AttemptStatus, job: RayJobFound) -> Ending:
     """The verdict of an ended submission, taken by itself."""
     code = compute_exit_code(job)
-    if job.status == "SUCCEEDED" or code == ExitCode.DONE:
+    if code == ExitCode.DONE or (code is None and job.status == "SUCCEEDED"):
         return _judge_success(draft, attempt, job)
+    if job.status == "STOPPED":
+        # Before 143: a trainer stopped through Ray also ends so, and a retry would fight whoever stopped it.
+        message = "somebody stopped the Ray job; the operator did not ask for it"
+        return Ending(Outcome.FAILED, message, FailureReason.STOPPED_EXTERNALLY)
     if code == ExitCode.STOPPED:
         message = "the trainer was told to stop by its pod (exit code 143)"
         return Ending(Outcome.FAILED, message, FailureReason.PREEMPTED)
-    if job.status == "STOPPED":
-        message = "somebody stopped the Ray job; the operator did not ask for it"
-        return Ending(Outcome.FAILED, message, FailureReason.STOPPED_EXTERNALLY)
     reason = classify_failure(job, code)
     # The supervisor died, not the command: whatever killed it on the head is not trusted with the next attempt.
     is_lost = reason == FailureReason.RAY_JOB_LOST
@@ -142,9 +143,12 @@ def judge_ended_job(draft: Draft, attempt: AttemptStatus, job: RayJobFound) -> E
 
 
 def compute_exit_code(job: RayJobFound) -> int | None:
-    """The driver's exit code as a shell reports it (a signal n is 128 + n), from Ray or else from the result line."""
+    """The driver's exit code as a shell reports it (a signal n is 128 + n), from Ray or else from the result line.
+
+    The result line also wins over a 0 of Ray's: a shell pipeline around the driver may have lost its exit code.
+    """
     code = job.driver_exit_code
-    if code is None and job.result is not None:
+    if not code and job.result is not None:
         code = job.result.verdict.exit_code
     return 128 - code if code is not None and code < 0 else code
 

@@ -88,6 +88,11 @@ class Submission:
         return self.status in ("PENDING", "RUNNING")
 
 
+def make_checkpoint(step: int) -> CheckpointStatus:
+    """A complete checkpoint."""
+    return CheckpointStatus(step=step, path=f"/var/lib/rljob/rl/demo/step-{step}", time=format_time(START))
+
+
 class CrashError(Exception):
     """The operator dies here."""
 
@@ -286,9 +291,7 @@ class World:
             start_time=format_time(START),
             resumed_from_step=submission.resume_floor_step or None,
             progress=ProgressStatus(step=submission.step, total_steps=TOTAL_STEPS),
-            checkpoint=None
-            if checkpoint is None
-            else CheckpointStatus(step=checkpoint, path=f"/var/lib/rljob/rl/demo/step-{checkpoint}", time=moment),
+            checkpoint=None if checkpoint is None else make_checkpoint(checkpoint),
         )
 
     # --- inside --------------------------------------------------------------------------------------------------

@@ -10,10 +10,13 @@ from plan_world import START, TOTAL_STEPS, World, make_spec
 
 from rljob_api.reasons import DEFAULT_ACTIONS, FailureReason
 from rljob_api.v1alpha1.failure import FailureAction
+from rljob_operator.plan import plan, questions
 from rljob_operator.plan.backoff import compute_backoff_seconds
 from rljob_operator.plan.classify import compute_exit_code
 from rljob_operator.plan.retry import choose_action
 from rljob_operator.plan.types import (
+    DeleteJob,
+    ObservedCondition,
     ObservedPod,
     PodRole,
     RayJobFound,
@@ -65,7 +68,8 @@ CASES = [
         error_type="JOB_SUPERVISOR_ACTOR_DIED", want_free=True,
     ),
     Case("environment of the job failed", 1, "RayJobFailedToStart", IN_PLACE, error_type="RUNTIME_ENV_SETUP_FAILURE"),
-    Case("somebody ran `ray job stop`", 0, "StoppedExternally", END, status="STOPPED"),
+    Case("somebody ran `ray job stop`", 1, "StoppedExternally", END, status="STOPPED"),
+    Case("stopped through Ray, after a checkpoint", 143, "StoppedExternally", END, "Stopped", status="STOPPED"),
     Case("engine died because a worker vanished", 74, "WorkerLost", NEW_CLUSTER, pods=GONE_WORKER, want_free=True),
     Case("transient error because a worker vanished", 75, "WorkerLost", NEW_CLUSTER, pods=GONE_WORKER, want_free=True),
     Case("bad data stays bad data when a worker vanishes", 65, "InvalidData", END, pods=GONE_WORKER),
@@ -282,8 +286,6 @@ def test_refused_submission_is_retried_and_counted():
     world = World()
     world.settle()
     observed = replace(world.observe(), ray_job=RayJobRejected("entrypoint: wrong type"))
-    from rljob_operator.plan import plan
-
     answer = plan(observed, world.now)
     assert answer.status.attempts[0].reason == "RayJobFailedToStart"
     assert answer.status.retries.counted == 1
@@ -509,8 +511,6 @@ def test_kuberay_that_does_nothing_is_named():
 
 
 def test_quota_that_keeps_kuberay_from_making_pods_is_shown():
-    from rljob_operator.plan.types import ObservedCondition
-
     world = World(starts_pods=False)
     world.settle()
     condition = ObservedCondition("ReplicaFailure", "True", "FailedCreateWorkerPod", "exceeded quota: gpu")
@@ -571,8 +571,6 @@ def test_failed_cluster_is_kept_for_debugging_but_trains_no_more():
 
 
 def test_ttl_deletes_the_job_after_it_finished():
-    from rljob_operator.plan.types import DeleteJob
-
     world = World(spec=make_spec(ttlSecondsAfterFinished=300))
     world.settle()
     world.end_trainer(0, step=TOTAL_STEPS, reason="Completed")
@@ -637,12 +635,63 @@ def test_report_of_another_attempt_is_not_ours():
     world.step_environment()
     world.reconcile()
     stranger = world.make_report(world.current).model_copy(update={"attempt": 7})
-    from rljob_operator.plan import plan
-
     answer = plan(replace(world.observe(), trainer=stranger), world.now)
     assert answer.status.progress is None
     running = next(c for c in answer.status.conditions if c.type == "Running")
     assert running.status == "False"
+
+
+def test_exit_code_lost_in_a_pipeline_is_taken_from_the_result_line():
+    world = World()
+    world.run(step=50)
+    world.end_trainer(65, reason="InvalidData", message="/data/train.jsonl: no such file")
+    world.current.status, world.current.exit_code = "SUCCEEDED", 0
+    world.settle()
+    assert world.state("Failed") == ("True", "InvalidData")
+
+
+def test_life_with_two_retries_stays_within_its_write_budget():
+    world = World()
+    world.run(step=10, checkpoint_step=10)
+    world.end_trainer(75)
+    world.wait(60)
+    world.lose_pod(PodRole.HEAD)
+    world.wait(120)
+    world.end_trainer(0, step=TOTAL_STEPS, reason="Completed")
+    world.wait(60)
+    assert world.state("Succeeded")[0] == "True"
+    num_objects = 4  # Secret, ConfigMap, NetworkPolicy, RayCluster: applied once and deleted once per cluster
+    num_calls = len(world.written) + 2 * num_objects * len(world.created_generations)
+    assert world.created_generations == [1, 2]
+    assert num_calls <= 2 * 25
+    assert len(world.written) <= 12
+
+
+@pytest.mark.parametrize(
+    ("change", "want_submission", "want_log", "want_trainer"),
+    [
+        ({}, "5f0c6a52-2a51-4f0e-9f43-2f8a3a1f8d10-1", True, True),
+        ({"cluster_released": True}, None, False, False),
+        ({"cluster_generation": 2}, None, False, False),
+        ({"attempts": []}, None, False, False),
+    ],
+)
+def test_only_what_the_next_plan_can_use_is_asked_for(change, want_submission, want_log, want_trainer):
+    world = World()
+    world.run()
+    asked = questions("demo", world.status.model_copy(update=change))
+    assert (asked.submission_id, asked.log_wanted, asked.trainer) == (want_submission, want_log, want_trainer)
+
+
+def test_ended_attempt_on_a_kept_cluster_is_still_watched_but_not_read():
+    world = World()
+    world.run()
+    world.end_trainer(75)
+    world.wait(16)
+    asked = questions("demo", world.status)
+    assert asked.submission_id is not None
+    assert not asked.log_wanted
+    assert not asked.trainer
 
 
 def test_submission_carries_attempt_and_floor():
