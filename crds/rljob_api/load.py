@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from rljob_api.explain import explain
 from rljob_api.findings import Finding, FindingReason, make_error
+from rljob_api.schema_paths import format_path
 from rljob_api.v1alpha1.spec import API_VERSION, KIND, RLJob
 from rljob_api.yaml_documents import LoadError, load_documents
 
@@ -38,10 +39,10 @@ def parse_job(document: Mapping[str, Any]) -> tuple[RLJob | None, list[Finding]]
     findings = _check_envelope(document)
     if findings:
         return None, findings
-    try:
-        text = json.dumps(document, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        return None, [make_error("", f"not a JSON document: {error}", FindingReason.INVALID_TYPE)]
+    findings = list(_find_what_is_not_json(document, ()))
+    if findings:
+        return None, findings
+    text = json.dumps(document, allow_nan=False)
     size = len(text.encode())
     if size > _MAX_DOCUMENT_BYTES:
         message = f"{size} bytes are too many, at most {_MAX_DOCUMENT_BYTES} fit; put large texts into a ConfigMap"
@@ -51,6 +52,29 @@ def parse_job(document: Mapping[str, Any]) -> tuple[RLJob | None, list[Finding]]
     if job is None and _repair(candidate, errors):
         job, errors = _validate(candidate)
     return job, [explain(error, candidate) for error in errors]
+
+
+def _find_what_is_not_json(value: Any, path: tuple[int | str, ...]) -> Iterator[Finding]:
+    """Values that Kubernetes cannot store, for documents that do not come from `load_documents`."""
+    match value:
+        case Mapping():
+            for key, inner in value.items():
+                if not isinstance(key, str):
+                    yield make_error(
+                        format_path(path), f"key {key!r} is not text; quote it", FindingReason.INVALID_TYPE
+                    )
+                else:
+                    yield from _find_what_is_not_json(inner, (*path, key))
+        case list():
+            for index, inner in enumerate(value):
+                yield from _find_what_is_not_json(inner, (*path, index))
+        case float() if not math.isfinite(value):
+            yield make_error(format_path(path), f"{value} cannot be stored; use a finite number")
+        case None | str() | int() | float():
+            pass
+        case _:
+            message = f"{value!r} is {type(value).__name__}, not JSON; quote it"
+            yield make_error(format_path(path), message, FindingReason.INVALID_TYPE)
 
 
 def _check_envelope(document: Mapping[str, Any]) -> list[Finding]:

@@ -1,5 +1,7 @@
 """Host and port as text, both families."""
 
+from ipaddress import IPv4Address, IPv6Address
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,12 +20,12 @@ from rljob_api.addresses import format_host_port, is_ipv6_literal, is_loopback, 
         ("fd00:10:244::1a", 5000, "[fd00:10:244::1a]:5000"),
     ],
 )
-def test_round_trip(host, port, want):
+def test_round_trip(host: str, port: int, want: str) -> None:
     assert format_host_port(host, port) == want
     assert parse_host_port(want) == (host, port)
 
 
-def test_brackets_are_not_doubled():
+def test_brackets_are_not_doubled() -> None:
     assert format_host_port("[fd00::1]", 80) == "[fd00::1]:80"
 
 
@@ -31,7 +33,7 @@ def test_brackets_are_not_doubled():
     ("host", "port", "message"),
     [("", 80, "host is empty"), ("a", 65536, "outside"), ("a", -1, "outside"), ("a:80", 80, "a:80")],
 )
-def test_bad_parts_are_refused(host, port, message):
+def test_bad_parts_are_refused(host: str, port: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         format_host_port(host, port)
 
@@ -51,14 +53,14 @@ def test_bad_parts_are_refused(host, port, message):
         ("a:²", "no port"),
     ],
 )
-def test_ambiguous_text_is_refused(text, message):
+def test_ambiguous_text_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_host_port(text)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.ip_addresses(), st.integers(0, 65535))
-def test_round_trip_of_every_address(address, port):
+def test_round_trip_of_every_address(address: IPv4Address | IPv6Address, port: int) -> None:
     assert parse_host_port(format_host_port(str(address), port)) == (str(address), port)
 
 
@@ -74,11 +76,11 @@ def test_round_trip_of_every_address(address, port):
         ("head", False, False),
     ],
 )
-def test_classification(host, want_ipv6, want_loopback):
+def test_classification(host: str, want_ipv6: bool, want_loopback: bool) -> None:
     assert is_ipv6_literal(host) is want_ipv6
     assert is_loopback(host) is want_loopback
 
 
-def test_strip_brackets():
+def test_strip_brackets() -> None:
     assert strip_brackets("[fd00::1]") == "fd00::1"
     assert strip_brackets("head") == "head"

@@ -8,21 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from rljob_api.crdgen.__main__ import OUTPUTS, main
 from rljob_api.crdgen.cel import RULES_OF_MODEL
 from rljob_api.crdgen.crd import MAX_CRD_BYTES, build_crd, render_crd
 from rljob_api.crdgen.schema import SchemaError, build_structural_schema
-from rljob_api.load import parse_job
 from rljob_api.names import NAME_PATTERN
 from rljob_api.testing import make_document
-from rljob_api.v1alpha1 import RLJob, RLJobSpec, RLJobStatus
+from rljob_api.v1alpha1 import RLJob, RLJobSpec
 from rljob_api.v1alpha1.base import ApiModel
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -196,123 +192,6 @@ def test_defaults_of_the_server_are_those_of_the_types(changes: dict[str, Any]) 
     by_server = RLJobSpec.model_validate(fill_defaults(copy.deepcopy(document["spec"]), SCHEMA["properties"]["spec"]))
     assert by_server == by_types
     assert by_server.model_dump_json() == by_types.model_dump_json()
-
-
-def list_examples() -> list[Path]:
-    return sorted((ROOT / "examples").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", list_examples(), ids=lambda path: path.name)
-def test_examples_fit_the_schema(path: Path) -> None:
-    from rljob_api.load import load_documents
-
-    for document in load_documents(path.read_text(encoding="utf-8")):
-        assert validate(document) == []
-
-
-def validate(document: dict[str, Any]) -> list[str]:
-    """Violations by JSON Schema, after the translation back of the bounds, unknown keys included."""
-    return [error.message for error in jsonschema.Draft202012Validator(STRICT).iter_errors(document)]
-
-
-def make_strict(node: dict[str, Any]) -> dict[str, Any]:
-    strict = {key: value for key, value in node.items() if key not in ("properties", "items")}
-    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if strict.get(exclusive) is True:
-            strict[exclusive] = strict.pop(bound)
-    if "properties" in node:
-        strict["properties"] = {name: make_strict(child) for name, child in node["properties"].items()}
-        strict["additionalProperties"] = False
-    if "items" in node:
-        strict["items"] = make_strict(node["items"])
-    return strict
-
-
-STRICT = make_strict(SCHEMA)
-STRICT["properties"]["metadata"] = {"type": "object"}
-
-names = st.from_regex(r"[a-z][a-z0-9]{0,8}", fullmatch=True)
-EDGES = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
-
-
-def build_values(node: dict[str, Any], path: str) -> st.SearchStrategy[Any]:
-    """Values that a schema accepts: every bound is hit now and then."""
-    if node.get("x-kubernetes-int-or-string"):
-        return st.one_of(st.integers(0, 10**6), st.sampled_from(["500m", "1.5Gi", "16Gi", "3"]))
-    if "enum" in node:
-        return st.sampled_from(node["enum"])
-    match node["type"]:
-        case "boolean":
-            return st.booleans()
-        case "integer":
-            return st.integers(node["minimum"], node.get("maximum", 2**40))
-        case "number":
-            return st.floats(
-                node.get("minimum", -1e9),
-                node.get("maximum", 1e9),
-                exclude_min=node.get("exclusiveMinimum", False),
-                exclude_max=node.get("exclusiveMaximum", False),
-                allow_nan=False,
-                allow_infinity=False,
-            )
-        case "string":
-            if "pattern" in node:
-                pattern = node["pattern"].replace("^/", "^/[a-z]*$") if node["pattern"] == "^/" else node["pattern"]
-                return st.from_regex(re.compile(pattern, re.ASCII), fullmatch=True).filter(
-                    lambda text: node.get("minLength", 0) <= len(text) <= node.get("maxLength", 10**6)
-                )
-            return st.text(
-                st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]),
-                min_size=node.get("minLength", 0),
-                max_size=min(node["maxLength"], 12) if "maxLength" in node else 12,
-            )
-        case "array":
-            keys = node.get("x-kubernetes-list-map-keys")
-            return st.lists(
-                build_values(node["items"], f"{path}[]"),
-                min_size=node.get("minItems", 0),
-                max_size=max(node.get("minItems", 0), 2),
-                unique_by=(lambda item: tuple(item[key] for key in keys)) if keys else None,
-            )
-        case _:
-            if "properties" not in node:
-                return st.dictionaries(names, st.one_of(names, st.integers(0, 9)), max_size=2)
-            required = set(node.get("required", []))
-            return st.fixed_dictionaries(
-                {name: build_values(node["properties"][name], f"{path}.{name}") for name in sorted(required)},
-                optional={
-                    name: build_values(child, f"{path}.{name}")
-                    for name, child in node["properties"].items()
-                    if name not in required
-                },
-            )
-
-
-SPECS = build_values(SCHEMA["properties"]["spec"], "spec")
-STATUSES = build_values(SCHEMA["properties"]["status"], "status")
-
-
-@EDGES
-@given(spec=SPECS)
-def test_what_the_schema_accepts_the_types_accept_and_dump_back(spec: dict[str, Any]) -> None:
-    document = {**make_document(), "spec": spec}
-    job, findings = parse_job(document)
-    assert job is not None, [finding.format() for finding in findings]
-    dumped = job.model_dump(mode="json", exclude_none=True)
-    assert validate(dumped) == []
-    again, _ = parse_job(dumped)
-    assert again == job
-
-
-@EDGES
-@given(status=STATUSES)
-def test_statuses_survive_the_round_trip(status: dict[str, Any]) -> None:
-    model = RLJobStatus.model_validate(status)
-    dumped = model.model_dump(mode="json", exclude_none=True)
-    assert validate({**make_document(), "status": dumped}) == []
-    assert RLJobStatus.model_validate(dumped) == model
 
 
 def test_undefined_statistics_are_absent() -> None:

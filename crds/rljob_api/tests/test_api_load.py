@@ -186,3 +186,14 @@ def test_the_document_is_not_changed() -> None:
     before = repr(document)
     parse_job(document)
     assert repr(document) == before
+
+
+@pytest.mark.parametrize(
+    ("value", "want"),
+    [(float("nan"), "finite"), (float("-inf"), "finite"), (b"x", "bytes"), ({1: 2}, "key 1"), ({"a": {3}}, "set")],
+)
+def test_what_is_not_json_is_named(value: Any, want: str) -> None:
+    job, findings = parse_job(make_document({"rollout.engineArgs": {"x": [value]}}))
+    assert job is None
+    assert findings[0].path.startswith("spec.rollout.engineArgs.x[0]")
+    assert want in findings[0].message
