@@ -148,7 +148,8 @@ def start_training(directory: Path, port: int) -> Any:
     subprocess.run([sys.executable, "-m", "rljob_trainer.quickstart", str(assets)], check=True, timeout=120)
     shutil.copy(REPOSITORY / "examples/quickstart.yaml", directory)
     settings = [word for name, value in RUN_SETTINGS.items() for word in ("--set", f"{name}={value}")]
-    command = [sys.executable, "-m", "rljob_operator.cli", "run", "quickstart.yaml", "--port", str(port), *settings]
+    rljob = Path(sys.executable).with_name("rljob")
+    command = [str(rljob), "run", "quickstart.yaml", "--port", str(port), *settings]
     return running(command, directory / "run.log", cwd=directory, env={**os.environ, "RAY_DEDUP_LOGS": "0"})
 
 
