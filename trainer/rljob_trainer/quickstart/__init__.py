@@ -1,0 +1,1 @@
+"""Assets of the quickstart: a tiny model and an arithmetic task, made on the spot without a download."""
