@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ from rljob_operator.adapters.lease import Lease, LeaseTimes
 from rljob_operator.adapters.metrics import Metrics
 from rljob_operator.adapters.ray_jobs import RayJobs
 from rljob_operator.adapters.trainer import TrainerClient
-from rljob_operator.execute import CrashPoint, Executor
+from rljob_operator.execute import ActionFailedError, CrashPoint, Executor
 from rljob_operator.gather import Gatherer
 from rljob_operator.pod_history import PodHistory
 from rljob_operator.reconcile import Reconciler
@@ -138,7 +138,7 @@ class Operator:
             stop = asyncio.Event()
             waiting = asyncio.create_task(self._stop_when_kuberay_appears(kube, stop))
             try:
-                await kopf.operator(
+                tasks = await kopf.spawn_tasks(
                     registry=build_registry(configuration, scheduler, pod_history),
                     settings=build_kopf_settings(is_namespaced=bool(self.settings.namespaces)),
                     clusterwide=not self.settings.namespaces,
@@ -146,6 +146,7 @@ class Operator:
                     standalone=True,
                     stop_flag=stop,
                 )
+                await kopf.run_tasks(tasks, ignored=_ForeignTasks())
             finally:
                 await _cancel_and_wait(waiting)
             if not stop.is_set():
@@ -174,6 +175,23 @@ class Operator:
         events = EventRecorder(kube, self.settings.identity)
         reconciler = Reconciler(kube, gatherer, executor, events, self.metrics, pod_history, self._hooks.crash_point)
         return Scheduler(reconciler.reconcile, concurrency=self.settings.reconcile_concurrency, on_failure=_log_failure)
+
+
+class _ForeignTasks(Collection[asyncio.Task[Any]]):
+    """When it stops, kopf cancels every task that was made since it started, except those in this collection.
+
+    Those are our reconciles, the Lease's requests, whatever else lives in this loop: so everything is in it. kopf's own
+    watchers end with its root tasks.
+    """
+
+    def __contains__(self, task: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
 
 
 def build_registry(
@@ -263,8 +281,8 @@ async def _is_kuberay_served(kube: Kube) -> bool:
 
 
 def _log_failure(key: Key, error: BaseException) -> None:
-    if isinstance(error, KubeError | TimeoutError):
-        logger.warning("RLJob %s will be tried again: %s", key, error or type(error).__name__)
+    if isinstance(error, KubeError | ActionFailedError | TimeoutError):
+        logger.warning("RLJob %s will be tried again: %s", key, str(error) or type(error).__name__)
     else:
         logger.error("RLJob %s will be tried again", key, exc_info=error)
 

@@ -110,7 +110,7 @@ class Lease:
                 return await step()
         except (KubeError, TimeoutError) as error:
             if not (isinstance(error, KubeError) and error.is_conflict):
-                logger.warning("Lease %s/%s: %s", self._namespace, self._name, error or type(error).__name__)
+                logger.warning("Lease %s/%s: %s", self._namespace, self._name, str(error) or type(error).__name__)
             return False
 
     async def _take_or_renew(self) -> bool:

@@ -26,7 +26,7 @@ import pytest
 import yaml
 
 _TOKEN: Final = "envtest-admin-token"
-_START_TIMEOUT_SECONDS: Final = 60.0
+_START_TIMEOUT_SECONDS: Final = 180.0
 _REPOSITORY: Final = Path(__file__).resolve().parents[3]
 _KUBERAY_CRD: Final = "ray.io_rayclusters.yaml"
 
@@ -82,7 +82,7 @@ class Envtest:
         )
         context = ssl.create_default_context(cafile=str(self.ca_path))
         try:
-            with urllib.request.urlopen(request, timeout=30, context=context) as response:
+            with urllib.request.urlopen(request, timeout=60, context=context) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:  # the server's explanation is in the body
             error.msg = f"{error.msg}: {error.read().decode(errors='replace')[:4000]}"
@@ -349,7 +349,7 @@ def _wait_until_ready(environment: Envtest, work: Path) -> None:
     raise RuntimeError(f"kube-apiserver was not ready after {_START_TIMEOUT_SECONDS:.0f} s ({last_error}): {log}")
 
 
-def _wait_for(condition: Callable[[], bool], what: str, timeout_seconds: float = 30.0) -> None:
+def _wait_for(condition: Callable[[], bool], what: str, timeout_seconds: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -84,8 +84,9 @@ class FaultProxy:
     async def _forward(self, request: web.Request, *, discard: bool = False) -> web.StreamResponse:
         assert self._session is not None, "start() first"
         headers = {key: value for key, value in request.headers.items() if key.lower() not in _HOP_HEADERS}
+        body = await request.read() or None  # b"" would make aiohttp add a content type that the API server refuses
         async with self._session.request(
-            request.method, self._environment.server + request.raw_path, headers=headers, data=await request.read()
+            request.method, self._environment.server + request.raw_path, headers=headers, data=body
         ) as upstream:
             if discard:
                 await upstream.read()

@@ -33,7 +33,7 @@ JOB: Final[dict[str, Any]] = {
         "reward": {"functions": [{"type": "GSM8K"}]},
         "rollout": {"engine": "Native", "samplesPerPrompt": 4, "maxResponseTokens": 32},
         "training": {"promptsPerStep": 8, "totalSteps": 4},
-        "checkpoint": {"everySteps": 2, "storage": {"hostPath": "/mnt/rljob"}},
+        "checkpoint": {"everySteps": 2, "storage": {"claimName": "checkpoints"}},
         "cluster": {"nodes": 2, "gpusPerNode": 0, "ranksPerNode": 1},
         "failurePolicy": {"backoffSeconds": 0},
     },

@@ -157,7 +157,9 @@ async def test_lost_worker_leads_to_a_new_cluster_and_a_free_retry(world: World)
     world.ray.scripts = lambda attempt: Script(total_steps=4, hangs_at_step=3) if attempt == 1 else Script()
     world.start_operator()
     await world.apply_job()
-    await world.wait_for_job(lambda job: (job["status"].get("checkpoint") or {}).get("step") == 2, "the checkpoint")
+    await world.wait_for_job(
+        lambda job: (job.get("status", {}).get("checkpoint") or {}).get("step") == 2, "the checkpoint"
+    )
     pods = await world.kuberay.list_pods()
     worker = next(pod for pod in pods if pod["metadata"]["labels"]["ray.io/node-type"] == "worker")
     await world.kuberay.delete_pod(worker["metadata"]["name"])
