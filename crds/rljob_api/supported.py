@@ -181,7 +181,13 @@ FEATURES: Final[tuple[Feature, ...]] = (
         lambda spec: spec.algorithm.overlong_penalty is not None,
         "remove it, or use a Python reward function",
     ),
-    Feature("spec.algorithm.maskTruncated", "true", lambda spec: spec.algorithm.mask_truncated, "set it to false"),
+    Feature(
+        "spec.algorithm.maskTruncated",
+        "true",
+        lambda spec: spec.algorithm.mask_truncated,
+        "set it to false",
+        built=True,
+    ),
     Feature("spec.critic", "set", lambda spec: spec.critic is not None, "use algorithm.type: GRPO without a critic"),
     Feature("spec.model.lora", "set", lambda spec: spec.model.lora is not None, "remove it: all weights are trained"),
     Feature(
@@ -189,6 +195,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "Always",
         lambda spec: spec.model.gradient_checkpointing is Toggle.ALWAYS,
         "use Auto or Never",
+        built=True,
     ),
     *_list_choices("spec.rollout.engine", Engine, lambda spec: spec.rollout.engine, _ENGINES),
     Feature(
@@ -217,6 +224,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "more than 0",
         lambda spec: spec.checkpoint.export_every_steps > 0,
         "use 0: the trained policy is exported at the end",
+        built=True,
     ),
     Feature("spec.tracking.tensorboard", "true", lambda spec: spec.tracking.tensorboard, "read metrics.jsonl"),
     Feature("spec.tracking.wandb", "set", lambda spec: spec.tracking.wandb is not None, "read metrics.jsonl"),

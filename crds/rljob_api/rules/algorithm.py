@@ -103,9 +103,10 @@ def check_unused_estimator_fields(context: RuleContext) -> Iterable[Finding]:
 
 
 def check_dual_clip(context: RuleContext) -> Iterable[Finding]:
-    """Only the PPO family knows the dual clip."""
+    """The bound for negative advantages of PPOClip, and the ratio cap of DPPO."""
     algorithm = context.algorithm
-    if is_changed(context.spec.algorithm.clip, "dual") and algorithm.policy_loss is not PolicyLoss.PPO_CLIP:
+    readers = (PolicyLoss.PPO_CLIP, PolicyLoss.DPPO_TV, PolicyLoss.DPPO_KL)
+    if is_changed(context.spec.algorithm.clip, "dual") and algorithm.policy_loss not in readers:
         yield make_warning(
             "spec.algorithm.clip.dual",
             f"has no effect with {algorithm.policy_loss}; remove it, or set policyLoss: PPOClip",

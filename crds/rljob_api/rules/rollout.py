@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from rljob_api.findings import Finding, FindingReason, make_error, make_warning
-from rljob_api.rules.context import Rule, RuleContext
+from rljob_api.rules.context import Rule, RuleContext, is_changed
 from rljob_api.v1alpha1.rollout import Engine
 
 # Argument -> field that decides it. Names of sglang ServerArgs 0.5.x and vLLM EngineArgs 0.24.
@@ -69,6 +69,17 @@ def check_engine_device(context: RuleContext) -> Iterable[Finding]:
         )
 
 
+def check_native_fields(context: RuleContext) -> Iterable[Finding]:
+    """The Native engine has no memory pool to size."""
+    rollout = context.spec.rollout
+    if rollout.engine is Engine.NATIVE and is_changed(rollout, "memory_fraction"):
+        yield make_warning(
+            "spec.rollout.memoryFraction",
+            f"{rollout.memory_fraction} has no effect with the Native engine; remove it, or use engine: SGLang or VLLM",
+            FindingReason.NO_EFFECT,
+        )
+
+
 def check_sampling(context: RuleContext) -> Iterable[Finding]:
     """The trainer recomputes log-probabilities of the full distribution; nucleus sampling is another one."""
     top_p = context.spec.rollout.top_p
@@ -119,6 +130,7 @@ def check_scheduler_budget(context: RuleContext) -> Iterable[Finding]:
 
 ROLLOUT_RULES: Final[tuple[Rule, ...]] = (
     check_engine_device,
+    check_native_fields,
     check_sampling,
     check_engine_args,
     check_scheduler_budget,

@@ -55,7 +55,7 @@ class Model(ApiModel):
     attention: Attention = Attention.AUTO
     """Auto: packed variable-length kernel on GPUs, exact SDPA fallback on CPUs."""
     gradient_checkpointing: Toggle = Toggle.AUTO
-    """Recompute activations. Auto: only when activations do not fit."""
+    """Recompute activations in the backward pass. Auto: on GPUs, not on CPUs."""
     lora: LoRA | None = None
     """Train adapters instead of all weights."""
 
