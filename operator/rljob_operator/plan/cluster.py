@@ -12,7 +12,14 @@ from rljob_api.v1alpha1.failure import FailureReason
 from rljob_api.v1alpha1.status import ConditionType
 from rljob_operator.plan.draft import RELEASE_SLACK_SECONDS, Draft, compute_spec_hash
 from rljob_operator.plan.limits import check_cluster_startup
-from rljob_operator.plan.pods import are_all_ready, find_start_blocker, get_head, get_workers, is_failing
+from rljob_operator.plan.pods import (
+    IMAGE_WAITING_REASONS,
+    are_all_ready,
+    find_start_blocker,
+    get_head,
+    get_workers,
+    is_failing,
+)
 from rljob_operator.plan.retry import handle_failure
 from rljob_operator.plan.times import compute_elapsed_seconds, format_time
 from rljob_operator.plan.types import DeleteCluster, EnsureClusterObjects, EventType, ObservedPod
@@ -184,11 +191,12 @@ def note_missing_kuberay(draft: Draft) -> None:
 def note_situation(draft: Draft, reason: str, message: str) -> None:
     """Show what a cluster waits for, without a write for each state it only passes through."""
     old = draft.condition(ConditionType.CLUSTER_READY)
-    is_same_reason = old is not None and old.reason == reason
-    if is_same_reason and old is not None and old.message == message:
+    if old is not None and (old.reason, old.message) == (reason, message):
         return
+    # kubelet flips between ErrImagePull and ImagePullBackOff: one situation, not a write and an event for each.
+    is_same_reason = old is not None and (old.reason == reason or {old.reason, reason} <= IMAGE_WAITING_REASONS)
     if is_same_reason:
-        left = SITUATION_MESSAGE_SECONDS - draft.measure(f"message/{reason}")
+        left = SITUATION_MESSAGE_SECONDS - draft.measure("message")
     else:
         left = SITUATION_SETTLE_SECONDS - draft.measure(f"situation/{reason}")
     if left > 0:

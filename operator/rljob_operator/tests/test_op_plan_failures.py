@@ -436,6 +436,8 @@ def test_unpullable_image_is_shown_first_and_fails_after_its_grace():
         world.change_pod(PodRole.HEAD, waiting_reason="ErrImagePull")
         world.wait(12)
     assert world.state("Failed") == ("True", "ImagePullFailed")
+    assert sum(reason in ("ErrImagePull", "ImagePullBackOff") for reason in world.event_reasons()) == 1
+    assert len(world.written) <= 5
     assert world.clusters == {}
 
 
