@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ from testcluster.toolchain import tools_dir
 
 
 def kubectl(
-    config: ClusterConfig, *words: str | Path, stdin: str | None = None, timeout_seconds: float = 60, check: bool = True
+    config: ClusterConfig,
+    *words: str | Path,
+    stdin: str | None = None,
+    timeout_seconds: float = 120,
+    check: bool = True,
 ) -> str:
     """Run kubectl; returns its standard output.
 
@@ -36,6 +41,19 @@ def apply(config: ClusterConfig, objects: list[dict[str, Any]]) -> None:
     kubectl(config, "apply", "--server-side", "--force-conflicts", "-f", "-", stdin=document)
 
 
-def apply_folder(config: ClusterConfig, folder: Path) -> None:
-    """Server-side apply of every manifest in a folder (large CRDs do not fit client-side apply's annotation)."""
-    kubectl(config, "apply", "--server-side", "--force-conflicts", "-f", folder)
+def ensure_crds(config: ClusterConfig, folder: Path) -> bool:
+    """Apply a folder of CRDs unless this cluster has them; True if applied.
+
+    Server-side, because they are too large for the annotation of client-side apply.
+
+    Raises:
+        ClusterError: the API server refuses them or does not serve them in time.
+    """
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.yaml")))).hexdigest()
+    record = config.run_dir / f"crds-{folder.name}"
+    if record.exists() and record.read_text() == digest:
+        return False
+    kubectl(config, "apply", "--server-side", "--force-conflicts", "-f", folder, timeout_seconds=300)
+    kubectl(config, "wait", "--for=condition=Established", "--timeout=60s", "-f", folder, timeout_seconds=90)
+    record.write_text(digest)
+    return True

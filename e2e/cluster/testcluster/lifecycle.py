@@ -18,7 +18,7 @@ from testcluster.components import (
 )
 from testcluster.config import JOB_NAMESPACE, NODE_NAME, ClusterConfig
 from testcluster.errors import ClusterError, wait_until
-from testcluster.kubectl import apply, apply_folder, kubectl
+from testcluster.kubectl import apply, ensure_crds, kubectl
 from testcluster.locks import exclusive
 from testcluster.pki import ensure_pki
 from testcluster.processes import (
@@ -104,8 +104,7 @@ def up(config: ClusterConfig) -> None:
         nodeimages.ensure_image(config, pause, PAUSE_IMAGE)
         _start(config, node(config))
         apply(config, [*addons.dns_objects(config), *addons.namespace_objects()])
-        apply_folder(config, kuberay_crds())
-        kubectl(config, "wait", "--for=condition=Established", "crd/rayclusters.ray.io", "--timeout=30s")
+        ensure_crds(config, kuberay_crds())
         _start(config, [kuberay_operator(config)])
         nodeimages.ensure_image(config, ray, images.RAY_IMAGE)
         addons.ensure_volume(config)
