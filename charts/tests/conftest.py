@@ -36,6 +36,8 @@ def run_helm(
     home = tmp_path_factory.mktemp("helm-home")
     environment = {
         "PATH": os.environ["PATH"],
+        # kubectl and helm cache what they discover below HOME, and in the working directory without one.
+        "HOME": str(home),
         "HELM_CACHE_HOME": str(home),
         "HELM_CONFIG_HOME": str(home),
         "HELM_DATA_HOME": str(home),

@@ -37,6 +37,7 @@ Helm = Callable[..., subprocess.CompletedProcess[str]]
 def helm(helm_binary: str, bare_envtest: Envtest, tmp_path: Path) -> Helm:  # noqa: F811
     environment = {
         "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
         "KUBECONFIG": str(bare_envtest.kubeconfig),
         **{f"HELM_{kind}_HOME": str(tmp_path / kind.lower()) for kind in ("CACHE", "CONFIG", "DATA")},
     }
