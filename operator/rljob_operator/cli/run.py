@@ -136,7 +136,7 @@ def _refuse_unsupported(finding: Finding) -> Finding:
     if finding.reason != FindingReason.NOT_SUPPORTED_YET:
         return finding
     field = finding.path.removeprefix("spec.")
-    message = f"{finding.message}; change it aloud, for example --set {field}=..."
+    message = f"{finding.message}; nothing is switched silently: say --set {field}=VALUE or edit the file"
     return Finding(Severity.ERROR, finding.reason, finding.path, message)
 
 
