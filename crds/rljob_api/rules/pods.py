@@ -141,7 +141,7 @@ def _check_pod_patch(path: str, template: Mapping[str, Any]) -> Iterable[Finding
             if not isinstance(container, Mapping) or not container.get("name"):
                 yield make_error(
                     f"{where}.name",
-                    "required, containers are merged by name; ray-head and ray-worker are the job's own",
+                    "required, containers are merged by name; the Ray container of head and workers is called ray",
                     FindingReason.MISSING_FIELD,
                 )
             else:
