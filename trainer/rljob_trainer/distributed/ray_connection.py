@@ -11,10 +11,11 @@ import ray
 
 from rljob_api.contract import ResolvedJob
 from rljob_api.v1alpha1.cluster import IPFamily
-from rljob_trainer.errors import ConfigurationError
+from rljob_trainer.errors import ConfigurationError, TransientError
 
 ENV_RAY_ADDRESS: Final = "RAY_ADDRESS"
 LOG_LINES_SHOWN: Final = 20
+LOCAL_START_ATTEMPTS: Final = 3
 
 
 def count_usable_cpus() -> int:
@@ -41,14 +42,31 @@ def connect_ray(job: ResolvedJob) -> None:
     # Without these a laptop run reports usage and colours the log of every actor.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    ray.init(
-        address="local",
-        num_cpus=max(count_usable_cpus(), job.layout.world_size),
-        include_dashboard=False,
-        log_to_driver=True,
-        logging_level="WARNING",
-        _node_ip_address="::1" if job.ip_family is IPFamily.IPV6 else "127.0.0.1",
-    )
+    _start_local_ray(job)
+
+
+def _start_local_ray(job: ResolvedJob) -> None:
+    """Ray gives its own processes 30 s to start, which a busy laptop can miss: try again before giving up."""
+    for attempt in range(1, LOCAL_START_ATTEMPTS + 1):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(count_usable_cpus(), job.layout.world_size),
+                include_dashboard=False,
+                log_to_driver=True,
+                logging_level="WARNING",
+                _node_ip_address="::1" if job.ip_family is IPFamily.IPV6 else "127.0.0.1",
+            )
+            return
+        except Exception as error:
+            # Ray raises a bare Exception here; its text is all that tells a late start from other failures.
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            if attempt == LOCAL_START_ATTEMPTS:
+                raise TransientError(
+                    f"local Ray did not start in {LOCAL_START_ATTEMPTS} attempts: {error}; is the machine overloaded?"
+                ) from error
 
 
 def read_last_log_lines(node_id: str, address: str, pid: int) -> str:

@@ -20,7 +20,8 @@ def iterate_units(policy: PolicyModel) -> list[tuple[nn.Module, list[tuple[str, 
     covered: set[str] = set()
     for module_name, module in policy.named_modules():
         if id(module) in blocks:
-            names = [(f"{module_name}.{name}", name) for name, _ in module.named_parameters()]
+            # Not module.named_parameters(): the recomputation wrapper overrides it to hide its part of the names.
+            names = [(f"{module_name}.{name}", name) for name, _ in nn.Module.named_parameters(module)]
             covered.update(name for name, _ in names)
             units.append((module, [(clean_parameter_name(name), local) for name, local in names]))
     rest = [name for name, _ in policy.named_parameters() if name not in covered]

@@ -1,0 +1,86 @@
+"""A tiny model, rows and settings shared by the trainer's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from rljob_api.v1alpha1.algorithm import LossAggregation, PolicyLoss
+from rljob_trainer.algorithms.policy_losses import PolicyLossOptions
+from rljob_trainer.rows import TrainRow
+from rljob_trainer.update import LossSettings
+
+WORDS = ["<pad>", "<eos>", "<end>", *(f"w{index}" for index in range(37))]
+
+
+def save_tiny_model(directory: Path, **overrides: Any) -> Path:
+    """A random Qwen2 (2 layers, 2 heads of 32, grouped KV, tied embeddings, two EOS ids) with a word tokenizer."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        **{
+            "vocab_size": len(WORDS),
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.3,
+            "bos_token_id": None,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            **overrides,
+        }
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=[1, 2], pad_token_id=0)
+    model.save_pretrained(directory)
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def make_rows(num_rows: int = 12, seed: int = 0, old: bool = True, reference: bool = False) -> list[TrainRow]:
+    """Rows of different lengths with random advantages and, on request, old and reference log-probabilities."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(num_rows):
+        length = int(rng.integers(1, 9))
+
+        def noise(length: int = length) -> np.ndarray:
+            return (-3 + 0.1 * rng.standard_normal(length)).astype(np.float32)
+
+        rows.append(
+            TrainRow(
+                prompt_ids=rng.integers(3, 40, size=int(rng.integers(1, 7))).tolist(),
+                response_ids=rng.integers(3, 40, size=length).tolist(),
+                advantages=rng.standard_normal(length).astype(np.float32),
+                rollout_log_probs=noise(),
+                trainable=index % 5 != 4,
+                old_log_probs=noise() if old else None,
+                reference_log_probs=noise() if reference else None,
+            )
+        )
+    return rows
+
+
+def make_loss(**overrides: Any) -> LossSettings:
+    """PPO clip with token mean and wide clipping."""
+    values: dict[str, Any] = {
+        "policy_loss": PolicyLoss.PPO_CLIP,
+        "aggregation": LossAggregation.TOKEN_MEAN,
+        "temperature": 0.8,
+        "norm_tokens": 8,
+        "options": PolicyLossOptions(clip_low=5.0, clip_high=5.0),
+        **overrides,
+    }
+    return LossSettings(**values)
