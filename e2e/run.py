@@ -22,7 +22,7 @@ sys.path.insert(0, str(REPO / "e2e" / "cluster"))
 from testcluster import addons, images, lifecycle, product  # noqa: E402
 from testcluster.config import JOB_NAMESPACE, OPERATOR_NAMESPACE, ClusterConfig, IPFamily, cluster_config  # noqa: E402
 from testcluster.errors import ClusterError  # noqa: E402
-from testcluster.toolchain import binary, say  # noqa: E402
+from testcluster.toolchain import say, tools_dir  # noqa: E402
 
 LOGS = REPO / "e2e" / "logs"
 HELM_DEADLINE_SECONDS = 240
@@ -44,7 +44,7 @@ def install_chart(config: ClusterConfig, image: str) -> None:
     home = config.run_dir / "helm"
     environment = os.environ | {f"HELM_{kind}_HOME": str(home / kind.lower()) for kind in ("CACHE", "CONFIG", "DATA")}
     command = [
-        *(str(binary("helm")), "upgrade", "--install", "rljob", str(REPO / "charts" / "rljob")),
+        *(str(tools_dir() / "helm"), "upgrade", "--install", "rljob", str(REPO / "charts" / "rljob")),
         *("--kubeconfig", str(config.kubeconfig), "--namespace", OPERATOR_NAMESPACE, *settings),
         *("--wait", "--timeout", f"{HELM_DEADLINE_SECONDS}s"),
     ]
@@ -71,7 +71,7 @@ def run_on_test_cluster(family: IPFamily, arguments: list[str], *, keep: bool) -
         say(f"operator installed on {config.name} ({time.monotonic() - start:.0f} s since start)")
         environment = {
             "KUBECONFIG": str(config.kubeconfig),
-            "RLJOB_E2E_KUBECTL": str(binary("kubectl")),
+            "RLJOB_E2E_KUBECTL": str(tools_dir() / "kubectl"),
             "RLJOB_E2E_NAMESPACE": JOB_NAMESPACE,
             "RLJOB_E2E_IMAGE": images.RAY_IMAGE,
             "RLJOB_E2E_IMAGE_PULL_POLICY": "Never",

@@ -63,11 +63,19 @@ def _ca_bundle() -> Path:
     raise ClusterError(f"no CA bundle at {', '.join(_CA_BUNDLES)}; set SSL_CERT_FILE to the host's bundle")
 
 
-def _buildah(*words: str | Path, timeout_seconds: float = 600) -> str:
-    """buildah with its own storage in the cache; nothing of the user's is read or written."""
-    storage = cache_dir() / "buildah"
-    where = ["--root", f"{storage}/root", "--runroot", f"{storage}/run", "--storage-driver", "overlay"]
-    return run(["buildah", *where, *words], timeout_seconds=timeout_seconds, cwd=REPO_DIR).stdout
+def _buildah(scratch: Path, *words: str | Path, timeout_seconds: float = 600) -> str:
+    """buildah with its own storage in the cache; nothing of the user's is read or written.
+
+    It leaves layers mounted. In a mount namespace of its own they end with it, and with the run root in ``scratch`` no
+    count of them stays behind.
+    """
+    apart = ["unshare", "--mount", "--propagation", "private"]
+    where = ["--root", f"{_storage_dir()}", "--runroot", f"{scratch}/run", "--storage-driver", "overlay"]
+    return run([*apart, "buildah", *where, *words], timeout_seconds=timeout_seconds, cwd=REPO_DIR).stdout
+
+
+def _storage_dir() -> Path:
+    return cache_dir() / "buildah" / "root"
 
 
 def build_operator_archive() -> Path:
@@ -87,8 +95,9 @@ def build_operator_archive() -> Path:
     start = time.monotonic()
     say("building the operator image ...")
     with exclusive(images_dir() / ".buildah.lock", _BUILD_DEADLINE_SECONDS), tempfile.TemporaryDirectory() as scratch:
-        _ensure_base(base)
-        pip_conf = Path(scratch, "pip.conf")
+        folder = Path(scratch)
+        _ensure_base(folder, base)
+        pip_conf = folder / "pip.conf"
         pip_conf.write_text(pip_configuration(os.environ, _host_pip_files()))
         # Mounted, never copied or passed as arguments: the host's package sources must not end up in the image.
         mounts = [
@@ -96,14 +105,15 @@ def build_operator_archive() -> Path:
             f"--volume={_ca_bundle().resolve()}:{_CA_BUNDLE_IN_IMAGE}:ro",
         ]
         _buildah(
-            *("build", "--isolation", "chroot", "--network", "host", "--layers", "--pull-never", *mounts),
+            folder,
+            *("build", "--force-rm", "--isolation", "chroot", "--network", "host", "--layers", "--pull-never", *mounts),
             *("--build-arg", f"BASE={BASE_IMAGE}", "--target", "operator", "--file", dockerfile),
             *("--tag", OPERATOR_IMAGE, REPO_DIR),
             timeout_seconds=_BUILD_DEADLINE_SECONDS,
         )
         temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            _buildah("push", "--quiet", OPERATOR_IMAGE, f"docker-archive:{temporary}:{OPERATOR_IMAGE}")
+            _buildah(folder, "push", "--quiet", OPERATOR_IMAGE, f"docker-archive:{temporary}:{OPERATOR_IMAGE}")
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -111,13 +121,13 @@ def build_operator_archive() -> Path:
     return target
 
 
-def _ensure_base(archive: Path) -> None:
+def _ensure_base(scratch: Path, archive: Path) -> None:
     """Load the base image into buildah's storage unless it holds that very archive."""
-    stamp = cache_dir() / "buildah" / "base"
-    names = _buildah("images", "--format", "{{.Name}}:{{.Tag}}").split()
+    stamp = _storage_dir().with_name("base")
+    names = _buildah(scratch, "images", "--format", "{{.Name}}:{{.Tag}}").split()
     if stamp.exists() and stamp.read_text() == archive.name and BASE_IMAGE in names:
         return
-    _buildah("pull", "--quiet", f"docker-archive:{archive}")
+    _buildah(scratch, "pull", "--quiet", f"docker-archive:{archive}")
     stamp.write_text(archive.name)
 
 

@@ -111,19 +111,27 @@ def _remove_cgroup(folder: Path) -> None:
             time.sleep(0.1)
 
 
+def _saved_sysctls(config: ClusterConfig) -> Path:
+    """One file for all clusters below one folder: a second cluster would save what the first one's kubelet wrote."""
+    return config.run_dir.with_name(".sysctls.json")
+
+
 def save_sysctls(config: ClusterConfig) -> None:
-    """Remember the kernel settings that kubelet changes, once per cluster."""
-    saved = config.run_dir / "sysctls.json"
+    """Remember the kernel settings that kubelet changes, unless a cluster did already."""
+    saved = _saved_sysctls(config)
     if not saved.exists():
         saved.write_text(json.dumps({key: Path("/proc/sys", key).read_text().strip() for key in _SYSCTLS}))
 
 
 def restore_sysctls(config: ClusterConfig) -> None:
-    saved = config.run_dir / "sysctls.json"
-    if saved.exists():
-        for key, value in json.loads(saved.read_text()).items():
-            if Path("/proc/sys", key).read_text().strip() != value:
-                Path("/proc/sys", key).write_text(value)
+    """Put the kernel settings back when the last cluster's kubelet is gone."""
+    saved = _saved_sysctls(config)
+    if _other_kubelet_lives() or not saved.exists():
+        return
+    for key, value in json.loads(saved.read_text()).items():
+        if Path("/proc/sys", key).read_text().strip() != value:
+            Path("/proc/sys", key).write_text(value)
+    saved.unlink()
 
 
 def shim_sockets(config: ClusterConfig) -> list[Path]:
