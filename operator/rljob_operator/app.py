@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import kopf
@@ -78,7 +78,8 @@ class Operator:
             session = await stack.enter_async_context(aiohttp.ClientSession(headers={"User-Agent": self._user_agent}))
             kube = self._make_kube(client)
             pod_history = PodHistory()
-            scheduler = self._make_scheduler(kube, session, pod_history)
+            reconciler = self._make_reconciler(kube, session, pod_history)
+            scheduler = self._make_scheduler(reconciler)
             health = Health(compute_overdue_seconds=scheduler.compute_overdue_seconds)
             self.metrics.watch_queue(lambda: scheduler.num_queued, lambda: scheduler.num_running)
             for app, port in (
@@ -90,10 +91,14 @@ class Operator:
             beating = asyncio.create_task(health.beat())
             stack.push_async_callback(_cancel_and_wait, beating)
 
+            def wake(key: Key, resource_version: str | None = None) -> None:
+                if reconciler.note_change(key, resource_version):
+                    scheduler.wake(key)
+
             async def lead() -> None:
                 self.metrics.leader.set(1)
                 try:
-                    await self._work(configuration, kube, scheduler, pod_history)
+                    await self._work(kube, scheduler, build_registry(configuration, wake, pod_history))
                 finally:
                     self.metrics.leader.set(0)
 
@@ -115,12 +120,10 @@ class Operator:
         )
         await lease.run(lead)
 
-    async def _work(
-        self, configuration: Configuration, kube: Kube, scheduler: Scheduler, pod_history: PodHistory
-    ) -> None:
+    async def _work(self, kube: Kube, scheduler: Scheduler, registry: kopf.OperatorRegistry) -> None:
         """Watch and reconcile. Ends when kopf does (a signal) or raises when either part breaks."""
         reconciling = asyncio.create_task(scheduler.run(), name="scheduler")
-        watching = asyncio.create_task(self._watch(configuration, kube, scheduler, pod_history), name="watches")
+        watching = asyncio.create_task(self._watch(kube, registry), name="watches")
         try:
             done, _ = await asyncio.wait({reconciling, watching}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -129,9 +132,7 @@ class Operator:
             await _cancel_and_wait(watching)
             await _cancel_and_wait(reconciling)
 
-    async def _watch(
-        self, configuration: Configuration, kube: Kube, scheduler: Scheduler, pod_history: PodHistory
-    ) -> None:
+    async def _watch(self, kube: Kube, registry: kopf.OperatorRegistry) -> None:
         """Run kopf. In namespaced mode it may not list CRDs and so cannot notice a KubeRay that is installed later:
         then it is started again once KubeRay is there."""
         while True:
@@ -139,7 +140,7 @@ class Operator:
             waiting = asyncio.create_task(self._stop_when_kuberay_appears(kube, stop))
             try:
                 tasks = await kopf.spawn_tasks(
-                    registry=build_registry(configuration, scheduler, pod_history),
+                    registry=registry,
                     settings=build_kopf_settings(is_namespaced=bool(self.settings.namespaces)),
                     clusterwide=not self.settings.namespaces,
                     namespaces=self.settings.namespaces,
@@ -167,13 +168,15 @@ class Operator:
         limiter = RateLimiter(self.settings.api_requests_per_second, self.settings.api_burst)
         return Kube(client, limiter=limiter, observe=self.metrics.observe_request)
 
-    def _make_scheduler(self, kube: Kube, session: aiohttp.ClientSession, pod_history: PodHistory) -> Scheduler:
+    def _make_reconciler(self, kube: Kube, session: aiohttp.ClientSession, pod_history: PodHistory) -> Reconciler:
         access = self._hooks.access(self.settings, kube, session)
         ray_jobs, trainer = RayJobs(access), TrainerClient(access)
         gatherer = Gatherer(kube, ray_jobs, trainer, pod_history, self.settings)
         executor = Executor(kube, gatherer, ray_jobs, trainer, self.settings.render_options, self._hooks.crash_point)
         events = EventRecorder(kube, self.settings.identity)
-        reconciler = Reconciler(kube, gatherer, executor, events, self.metrics, pod_history, self._hooks.crash_point)
+        return Reconciler(kube, gatherer, executor, events, self.metrics, pod_history, self._hooks.crash_point)
+
+    def _make_scheduler(self, reconciler: Reconciler) -> Scheduler:
         return Scheduler(reconciler.reconcile, concurrency=self.settings.reconcile_concurrency, on_failure=_log_failure)
 
 
@@ -194,9 +197,13 @@ class _ForeignTasks(Collection[asyncio.Task[Any]]):
         return 0
 
 
-def build_registry(
-    configuration: Configuration, scheduler: Scheduler, pod_history: PodHistory
-) -> kopf.OperatorRegistry:
+class Wake(Protocol):
+    """Says that a job changed; `resource_version` is given when the RLJob itself did."""
+
+    def __call__(self, key: Key, resource_version: str | None = None) -> None: ...
+
+
+def build_registry(configuration: Configuration, wake: Wake, pod_history: PodHistory) -> kopf.OperatorRegistry:
     """The watches. Every handler says "look at this job again"; none looks at what happened."""
     registry = kopf.OperatorRegistry()
 
@@ -205,19 +212,19 @@ def build_registry(
         return await build_connection_info(configuration)
 
     @kopf.on.event(GROUP, "v1alpha1", "rljobs", registry=registry)
-    async def on_job(name: str, namespace: str, **_: Any) -> None:
-        scheduler.wake(Key(namespace, name))
+    async def on_job(name: str, namespace: str, meta: kopf.Meta, **_: Any) -> None:
+        wake(Key(namespace, name), meta["resourceVersion"])
 
     @kopf.on.event(RAY_CLUSTERS.group, RAY_CLUSTERS.version, RAY_CLUSTERS.plural, registry=registry)
     async def on_ray_cluster(namespace: str, labels: kopf.Labels, **_: Any) -> None:
         if LABEL_JOB in labels:
-            scheduler.wake(Key(namespace, labels[LABEL_JOB]))
+            wake(Key(namespace, labels[LABEL_JOB]))
 
     @kopf.on.event("", "v1", "pods", registry=registry)
     async def on_pod(namespace: str, labels: kopf.Labels, body: kopf.Body, type: str | None, **_: Any) -> None:
         if LABEL_JOB in labels:
             pod_history.note(dict(body), deleted=type == "DELETED")
-            scheduler.wake(Key(namespace, labels[LABEL_JOB]))
+            wake(Key(namespace, labels[LABEL_JOB]))
 
     return registry
 

@@ -12,7 +12,7 @@ from rljob_operator.adapters.access import Head, UnreachableError
 from rljob_operator.adapters.kube import RAY_CLUSTERS, RLJOBS, SECRETS, Kube, KubeError, resource_of
 from rljob_operator.adapters.ray_jobs import RayJobs
 from rljob_operator.adapters.trainer import TrainerClient
-from rljob_operator.gather import Gatherer, View, read_token
+from rljob_operator.gather import Gatherer, read_token
 from rljob_operator.job_state import JobState
 from rljob_operator.plan.types import (
     Action,
@@ -20,6 +20,7 @@ from rljob_operator.plan.types import (
     DeleteCluster,
     DeleteJob,
     EnsureClusterObjects,
+    Observed,
     RequestStop,
     StopRayJob,
     SubmitTrainer,
@@ -64,7 +65,7 @@ class Executor:
         self._options = options
         self._crash_point = crash_point
 
-    async def execute(self, view: View, state: JobState, actions: Sequence[Action]) -> None:
+    async def execute(self, observed: Observed, state: JobState, actions: Sequence[Action]) -> None:
         """Run the actions in order; the first failure stops the rest.
 
         A refusal that repeating cannot cure (a child the API server or Ray calls invalid) is remembered in `state`
@@ -72,37 +73,36 @@ class Executor:
         """
         for action in actions:
             try:
-                is_refused = await self._execute_one(view, state, action)
+                is_refused = await self._execute_one(observed, state, action)
             except UnreachableError as error:
                 raise ActionFailedError(f"{type(action).__name__}: {error}") from error
             await self._crash_point(type(action).__name__)
             if is_refused:
                 return
 
-    async def _execute_one(self, view: View, state: JobState, action: Action) -> bool:
+    async def _execute_one(self, observed: Observed, state: JobState, action: Action) -> bool:
         """True when the action was refused for good."""
-        observed = view.observed
         logger.info("RLJob %s/%s: %s", observed.namespace, observed.name, action)
         match action:
             case EnsureClusterObjects():
-                return await self._ensure_cluster_objects(view, state, action)
+                return await self._ensure_cluster_objects(observed, state, action)
             case SubmitTrainer():
-                return await self._submit_trainer(view, state, action)
+                return await self._submit_trainer(observed, state, action)
             case RequestStop():
-                await self._request_stop(view, state, action)
+                await self._request_stop(observed, state, action)
             case StopRayJob():
-                head = await self._find_head(view, state, action.cluster_generation)
+                head = await self._find_head(observed, state, action.cluster_generation)
                 await self._ray_jobs.stop(head, action.submission_id)
             case DeleteCluster():
-                await self._delete_cluster(view, state, action)
+                await self._delete_cluster(observed, state, action)
             case DeleteJob():
                 await self._kube.delete(RLJOBS, observed.namespace, observed.name, uid=action.uid)
             case _:
                 assert_never(action)
         return False
 
-    async def _ensure_cluster_objects(self, view: View, state: JobState, action: EnsureClusterObjects) -> bool:
-        observed, generation = view.observed, action.cluster_generation
+    async def _ensure_cluster_objects(self, observed: Observed, state: JobState, action: EnsureClusterObjects) -> bool:
+        generation = action.cluster_generation
         token = await self._read_or_make_token(observed.namespace, observed.name, state, generation)
         documents = render_cluster_objects(
             _resolved(state),
@@ -136,8 +136,8 @@ class Executor:
             state.tokens[generation] = read_token(secret) or secrets.token_urlsafe(_TOKEN_BYTES)
         return state.tokens[generation]
 
-    async def _submit_trainer(self, view: View, state: JobState, action: SubmitTrainer) -> bool:
-        head = await self._find_head(view, state, action.cluster_generation)
+    async def _submit_trainer(self, observed: Observed, state: JobState, action: SubmitTrainer) -> bool:
+        head = await self._find_head(observed, state, action.cluster_generation)
         submission = render_submission(_resolved(state), action.attempt, action.submission_id, action.resume_floor_step)
         rejection = await self._ray_jobs.submit(head, submission)
         if rejection is None:
@@ -145,18 +145,15 @@ class Executor:
         state.rejections[action.submission_id] = rejection
         return True
 
-    async def _request_stop(self, view: View, state: JobState, action: RequestStop) -> None:
-        head = await self._find_head(view, state, action.cluster_generation)
+    async def _request_stop(self, observed: Observed, state: JobState, action: RequestStop) -> None:
+        head = await self._find_head(observed, state, action.cluster_generation)
         try:
             await self._trainer.request_stop(head, action.deadline_seconds)
         except UnreachableError as error:
             # The stop's own deadline decides what happens to a trainer that cannot be asked.
-            logger.warning(
-                "RLJob %s/%s: stop was not requested: %s", view.observed.namespace, view.observed.name, error
-            )
+            logger.warning("RLJob %s/%s: stop was not requested: %s", observed.namespace, observed.name, error)
 
-    async def _delete_cluster(self, view: View, state: JobState, action: DeleteCluster) -> None:
-        observed = view.observed
+    async def _delete_cluster(self, observed: Observed, state: JobState, action: DeleteCluster) -> None:
         references = list_cluster_object_references(observed.name, observed.namespace, action.cluster_generation)
         # The RayCluster goes last: an interruption is then seen as a RayCluster that is still there.
         for reference in reversed(references):
@@ -165,8 +162,7 @@ class Executor:
             await self._crash_point(f"deleted {reference.kind}")
         state.tokens.pop(action.cluster_generation, None)
 
-    async def _find_head(self, view: View, state: JobState, cluster_generation: int) -> Head:
-        observed = view.observed
+    async def _find_head(self, observed: Observed, state: JobState, cluster_generation: int) -> Head:
         return await self._gatherer.find_head(
             state, observed.namespace, observed.name, cluster_generation, observed.pods
         )

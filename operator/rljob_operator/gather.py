@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,7 +16,7 @@ from rljob_operator.adapters.access import Head
 from rljob_operator.adapters.kube import PODS, RAY_CLUSTERS, RLJOBS, SECRETS, Document, Kube, KubeError
 from rljob_operator.adapters.ray_jobs import RayJobs
 from rljob_operator.adapters.trainer import TrainerClient
-from rljob_operator.job_state import JobState
+from rljob_operator.job_state import JobState, Snapshot
 from rljob_operator.observe import observe_ray_cluster, observe_status, parse_time
 from rljob_operator.plan import questions
 from rljob_operator.plan.types import (
@@ -35,17 +35,8 @@ from rljob_operator.settings import Settings
 from rljob_operator.validate import validate_document
 
 
-@dataclass(frozen=True)
-class View:
-    """One look at a job."""
-
-    document: Document
-    """The RLJob as read: its resource version guards the status write."""
-    observed: Observed
-
-
 class Gatherer:
-    """Reads are live, never from a cache: what a plan takes for absent is absent."""
+    """Reads come from the API server itself: what a plan takes for absent is absent."""
 
     def __init__(
         self, kube: Kube, ray_jobs: RayJobs, trainer: TrainerClient, pod_history: PodHistory, settings: Settings
@@ -60,8 +51,28 @@ class Gatherer:
         """The RLJob, or None when it is gone."""
         return await self._kube.get(RLJOBS, namespace, name)
 
-    async def gather(self, document: Document, state: JobState) -> View:
-        """The whole picture. Raises KubeError when the API server cannot say."""
+    async def read(self, document: Document, num_events: int) -> Snapshot:
+        """The job's children, to go with the job. Raises KubeError when the API server cannot say."""
+        metadata = document["metadata"]
+        # The label on the watch is the job's name; the UID tells the children of a deleted namesake apart.
+        selector = f"{LABEL_JOB}={metadata['name']},{LABEL_JOB_UID}={metadata['uid']}"
+        list_started, read_at = datetime.now(UTC), time.monotonic()
+        clusters, pods = await asyncio.gather(
+            self._list_ray_clusters(metadata["namespace"], selector),
+            self._kube.list_all(PODS, metadata["namespace"], selector),
+        )
+        return Snapshot(
+            document=document,
+            ray_clusters=None if clusters is None else tuple(clusters),
+            pods=tuple(pods),
+            list_started=list_started,
+            read_at=read_at,
+            num_events=num_events,
+        )
+
+    async def gather(self, state: JobState, snapshot: Snapshot) -> Observed:
+        """The whole picture: the snapshot, the verdict on the spec, and what the head answers now."""
+        document = snapshot.document
         metadata = document["metadata"]
         namespace, name, generation = metadata["namespace"], metadata["name"], int(metadata.get("generation") or 0)
         if state.validated is None or state.validated.generation != generation:
@@ -72,15 +83,9 @@ class Gatherer:
                 options=self._settings.render_options,
             )
         status = observe_status(document)
-        list_started = datetime.now(UTC)
-        # The label on the watch is the job's name; the UID tells the children of a deleted namesake apart.
-        selector = f"{LABEL_JOB}={name},{LABEL_JOB_UID}={state.uid}"
-        clusters, pod_documents = await asyncio.gather(
-            self._list_ray_clusters(namespace, selector), self._kube.list_all(PODS, namespace, selector)
-        )
-        pods = self._pod_history.merge(state.uid, pod_documents, list_started)
+        pods = self._pod_history.merge(state.uid, snapshot.pods, snapshot.list_started)
         ray_job, trainer = await self._ask(state, namespace, name, questions(name, status), pods)
-        observed = Observed(
+        return Observed(
             name=name,
             namespace=namespace,
             uid=state.uid,
@@ -90,15 +95,14 @@ class Gatherer:
             findings=state.validated.findings,
             status=status,
             deleting=bool(metadata.get("deletionTimestamp")),
-            kuberay_installed=clusters is not None,
-            ray_clusters=tuple(observe_ray_cluster(cluster) for cluster in clusters or ()),
+            kuberay_installed=snapshot.ray_clusters is not None,
+            ray_clusters=tuple(observe_ray_cluster(cluster) for cluster in snapshot.ray_clusters or ()),
             pods=pods,
             child_error=state.find_child_error(generation),
             ray_job=ray_job,
             trainer=trainer,
             memory=state.memory,
         )
-        return View(document, observed)
 
     async def find_head(
         self, state: JobState, namespace: str, name: str, cluster_generation: int, pods: tuple[ObservedPod, ...]

@@ -34,12 +34,15 @@ class PodHistory:
         self._jobs: dict[str, dict[str, _Seen]] = {}
 
     def note(self, document: Mapping[str, Any], *, deleted: bool) -> None:
-        """A watch event: the newest state of a pod, or its last one."""
+        """A watch event: the newest state of a pod, or its last one.
+
+        Ignored for jobs that nobody has looked at: pods may outlive their job, and nothing would forget them.
+        """
         metadata = document["metadata"]
-        job_uid = (metadata.get("labels") or {}).get(LABEL_JOB_UID)
-        if job_uid:
+        seen = self._jobs.get((metadata.get("labels") or {}).get(LABEL_JOB_UID, ""))
+        if seen is not None:
             now = self._clock()
-            self._jobs.setdefault(job_uid, {})[metadata["uid"]] = _Seen(document, now, now if deleted else None)
+            seen[metadata["uid"]] = _Seen(document, now, now if deleted else None)
 
     def merge(
         self, job_uid: str, listed: Sequence[Mapping[str, Any]], list_started: datetime
@@ -53,7 +56,10 @@ class PodHistory:
         seen = self._jobs.setdefault(job_uid, {})
         present = {document["metadata"]["uid"] for document in listed}
         for document in listed:
-            seen[document["metadata"]["uid"]] = _Seen(document, now)
+            entry = seen.get(document["metadata"]["uid"])
+            # What the watch delivered after the list was asked for is newer, and may be a pod's last words.
+            if entry is None or entry.noted_time < list_started:
+                seen[document["metadata"]["uid"]] = _Seen(document, list_started)
         for uid, entry in seen.items():
             if uid not in present and entry.gone_time is None and entry.noted_time < list_started:
                 entry.gone_time = now

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -18,8 +20,8 @@ from rljob_operator.adapters.events import EventRecorder
 from rljob_operator.adapters.kube import RLJOBS, Document, Kube, KubeError
 from rljob_operator.adapters.metrics import Metrics
 from rljob_operator.execute import CrashPoint, Executor
-from rljob_operator.gather import Gatherer, View
-from rljob_operator.job_state import JobState
+from rljob_operator.gather import Gatherer
+from rljob_operator.job_state import JobState, Snapshot
 from rljob_operator.plan import plan
 from rljob_operator.pod_history import PodHistory
 from rljob_operator.scheduler import Key
@@ -55,6 +57,7 @@ class Reconciler:
         self._crash_point = crash_point
         self._clock = clock
         self._states: dict[Key, JobState] = {}
+        self._num_events: Counter[Key] = Counter()
 
     async def reconcile(self, key: Key) -> float | None:
         """Seconds until the job wants to be looked at again; None: only when something changes."""
@@ -68,16 +71,28 @@ class Reconciler:
             self._metrics.reconciles.labels(result=result).inc()
             self._metrics.reconcile_seconds.observe(time.monotonic() - started)
 
+    def note_change(self, key: Key, resource_version: str | None = None) -> bool:
+        """A watch event: what was read of this job is outdated.
+
+        `resource_version` is given for an event of the RLJob itself. False: the event is the echo of our own write,
+        nobody needs to look at the job for it.
+        """
+        state = self._states.get(key)
+        snapshot = state.snapshot if state is not None else None
+        if snapshot is not None and snapshot.document["metadata"]["resourceVersion"] == resource_version:
+            return False
+        self._num_events[key] += 1
+        return True
+
     async def _reconcile(self, key: Key) -> float | None:
         for _ in range(_MAX_ROUNDS):
-            document = await self._gatherer.read_job(key.namespace, key.name)
-            if document is None:
-                self._forget(key)
+            state = await self._look(key)
+            if state is None or state.snapshot is None:
                 return None
-            state = self._find_state(key, document)
-            view = await self._gatherer.gather(document, state)
-            decision = plan(view.observed, self._clock())
-            if not await self._write_status(view, decision.status):
+            observed = await self._gatherer.gather(state, state.snapshot)
+            decision = plan(observed, self._clock())
+            if not await self._write_status(state, state.snapshot, observed.status, decision.status):
+                state.snapshot = None
                 continue  # somebody else wrote in between: look again, decide again
             state.memory = decision.memory
             self._metrics.observe_job(key, decision.status)
@@ -85,17 +100,33 @@ class Reconciler:
                 await self._events.record(key.namespace, key.name, state.uid, event)
             if not decision.actions:
                 return decision.wake_after_seconds
-            await self._executor.execute(view, state, decision.actions)
+            state.snapshot = None
+            await self._executor.execute(observed, state, decision.actions)
         return _NOT_AT_REST_SECONDS
 
-    async def _write_status(self, view: View, status: RLJobStatus) -> bool:
+    async def _look(self, key: Key) -> JobState | None:
+        """The job with a current snapshot; None when it is gone."""
+        state = self._states.get(key)
+        num_events = self._num_events[key]
+        snapshot = state.snapshot if state is not None else None
+        if snapshot is not None and snapshot.is_current(num_events, time.monotonic()):
+            return state
+        document = await self._gatherer.read_job(key.namespace, key.name)
+        if document is None:
+            self._forget(key)
+            return None
+        state = self._find_state(key, document)
+        state.snapshot = await self._gatherer.read(document, num_events)
+        return state
+
+    async def _write_status(self, state: JobState, snapshot: Snapshot, old: RLJobStatus, new: RLJobStatus) -> bool:
         """Write the status if it changed. False: the object was not the one the plan was made from."""
-        wanted = dump_status(status)
-        if wanted == dump_status(view.observed.status):
+        wanted = dump_status(new)
+        if wanted == dump_status(old):
             return True
-        metadata = view.document["metadata"]
+        metadata = snapshot.document["metadata"]
         try:
-            await self._kube.apply_status(
+            document = await self._kube.apply_status(
                 RLJOBS,
                 metadata["namespace"],
                 metadata["name"],
@@ -108,6 +139,7 @@ class Reconciler:
             if error.is_conflict or error.is_not_found:
                 return False
             raise
+        state.snapshot = replace(snapshot, document=document)
         await self._crash_point("wrote status")
         return True
 
@@ -121,6 +153,7 @@ class Reconciler:
 
     def _forget(self, key: Key) -> None:
         state = self._states.pop(key, None)
+        self._num_events.pop(key, None)
         if state is not None:
             self._pod_history.forget(state.uid)
         self._metrics.forget_job(key)

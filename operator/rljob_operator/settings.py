@@ -54,8 +54,8 @@ class Settings:
     catalogue: Catalogue = field(default_factory=lambda: DEFAULT_CATALOGUE)
     render_options: RenderOptions = field(default_factory=RenderOptions)
     reconcile_concurrency: int = 16
-    api_requests_per_second: float = 100.0
-    api_burst: int = 200
+    api_requests_per_second: float = 300.0
+    api_burst: int = 500
     log_format: LogFormat = LogFormat.TEXT
 
 
@@ -142,8 +142,8 @@ def build_parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--operator-pod-labels", "", "labels of the operator's pods, key=value,...")
     add("--monitoring-namespace-labels", "", "labels of namespaces that may scrape job pods, key=value,...")
     add("--reconcile-concurrency", 16, "RLJobs worked on at once", type=int)
-    add("--api-requests-per-second", 100.0, "sustained requests to the API server", type=float)
-    add("--api-burst", 200, "burst of requests to the API server", type=int)
+    add("--api-requests-per-second", 300.0, "sustained requests to the API server", type=float)
+    add("--api-burst", 500, "burst of requests to the API server", type=int)
     add("--log-format", LogFormat.TEXT.value, "log lines", choices=[f.value for f in LogFormat])
     return parser
 

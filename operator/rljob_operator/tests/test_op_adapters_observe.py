@@ -180,6 +180,7 @@ def test_a_pod_whose_deletion_the_watch_missed_is_gone_when_the_list_lacks_it():
 def test_a_pod_that_the_watch_delivers_while_an_older_list_is_on_its_way_is_not_gone():
     clock = Clock()
     history = PodHistory(clock)
+    history.merge("job", [], clock.now)
     list_started = clock.now
     clock.advance(milliseconds=5)
     history.note(make_pod(phase="Pending"), deleted=False)
@@ -191,6 +192,7 @@ def test_a_pod_that_the_watch_delivers_while_an_older_list_is_on_its_way_is_not_
 def test_gone_pods_are_forgotten_in_time_and_with_their_job():
     clock = Clock()
     history = PodHistory(clock)
+    history.merge("job", [], clock.now)
     history.note(make_pod(), deleted=True)
     assert len(history.merge("job", [], clock.now)) == 1
     clock.advance(seconds=RETENTION.total_seconds() + 1)
@@ -200,9 +202,26 @@ def test_gone_pods_are_forgotten_in_time_and_with_their_job():
     assert history.merge("job", [], clock.now) == ()
 
 
-def test_pods_of_other_operators_are_ignored():
+def test_the_last_words_of_a_pod_are_not_overwritten_by_an_older_list():
+    clock = Clock()
+    history = PodHistory(clock)
+    history.merge("job", [make_pod(phase="Running")], clock.now)
+    list_started = clock.advance(seconds=1)
+    clock.advance(milliseconds=5)
+    last = make_pod(containerStatuses=[container("ray", terminated={"exitCode": 137, "reason": "OOMKilled"})])
+    history.note(last, deleted=True)
+    history.merge("job", [make_pod(phase="Running")], list_started)
+    pods = history.merge("job", [], clock.advance(seconds=1))
+    assert [(pod.gone, pod.exit_code) for pod in pods] == [(True, 137)]
+
+
+def test_pods_of_other_operators_and_of_jobs_that_are_gone_are_ignored():
     history = PodHistory()
+    history.merge("job", [], START)
     document = make_pod()
     document["metadata"]["labels"] = {}
     history.note(document, deleted=True)
+    assert history.merge("job", [], START) == ()
+    history.forget("job")
+    history.note(make_pod(), deleted=True)
     assert history._jobs == {}
