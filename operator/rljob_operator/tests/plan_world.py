@@ -82,6 +82,7 @@ class Submission:
     checkpoint_step: int | None = None
     heartbeat: int = 0
     has_reported: bool = True
+    is_hung: bool = False
 
     @property
     def is_live(self) -> bool:
@@ -220,7 +221,7 @@ class World:
     def beat(self) -> None:
         """Every live trainer works on."""
         for submission in self.submissions.values():
-            submission.heartbeat += 1 if submission.is_live else 0
+            submission.heartbeat += 1 if submission.is_live and not submission.is_hung else 0
 
     def run(self, step: int = 5, checkpoint_step: int | None = None) -> Submission:
         """Bring the job to a running trainer that reports `step`."""

@@ -86,6 +86,12 @@ class JobLife(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.live_submissions)
     @rule()
+    def trainer_hangs_until_it_is_given_up(self):
+        self.world.current.is_hung = True
+        self.world.wait(320, interval_seconds=40)
+
+    @precondition(lambda self: self.world.live_submissions)
+    @rule()
     def somebody_stops_the_ray_job(self):
         self.world.current.status = "STOPPED"
 
