@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+
 from testcluster import jobpods, lifecycle
 from testcluster.addons import CHECKPOINT_CLAIM
 from testcluster.config import JOB_NAMESPACE, OPERATOR_NAMESPACE, IPFamily, cluster_config, url_host

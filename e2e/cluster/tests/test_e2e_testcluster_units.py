@@ -13,6 +13,7 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import pytest
+
 from testcluster import settings
 from testcluster.addons import dns_objects, volume_objects
 from testcluster.archive import ImageConfig, pack_layer, write_archive
