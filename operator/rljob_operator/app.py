@@ -145,6 +145,8 @@ class Operator:
                     clusterwide=not self.settings.namespaces,
                     namespaces=self.settings.namespaces,
                     standalone=True,
+                    # Otherwise kopf asks the password database for the user, whom a container need not have there.
+                    identity=self.settings.identity,
                     stop_flag=stop,
                 )
                 await kopf.run_tasks(tasks, ignored=_ForeignTasks())
