@@ -76,7 +76,8 @@ class PromptRenderer:
         tokenizer adds its own (a second BOS) only to texts without a template."""
         if not texts:
             return []
-        batch = self._tokenizer(texts, add_special_tokens=self._template is None)["input_ids"]
+        # Not verbose: the tokenizer would warn about its own length limit; ours is applied to the result.
+        batch = self._tokenizer(texts, add_special_tokens=self._template is None, verbose=False)["input_ids"]
         return [Rendered(text, list(ids)) for text, ids in zip(texts, batch, strict=True)]
 
     def cut_left(self, rendered: Rendered, max_tokens: int) -> Rendered:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import threading
-import time
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final, Protocol
@@ -84,16 +83,13 @@ class RewardService:
         """
         with self._lock:
             pending, self._pending = self._pending, {}
-        # FailJob need not wait for the rest of the batch once a sample has failed.
         fail_fast = self._reward.on_error is OnRewardError.FAIL_JOB
-        end = time.monotonic() + deadline_seconds
-        waiting = set(pending.values())
-        while waiting:
-            done, waiting = concurrent.futures.wait(
-                waiting, max(0.0, end - time.monotonic()), concurrent.futures.FIRST_COMPLETED
-            )
-            if not done or (fail_fast and any(_has_failed(future) for future in done)):
-                break
+        try:
+            for future in concurrent.futures.as_completed(pending.values(), timeout=deadline_seconds):
+                if fail_fast and _has_failed(future):
+                    break  # the rest of the batch no longer matters
+        except concurrent.futures.TimeoutError:
+            pass  # what is missing becomes a failure below
         results = [self._read(sample_id, future, deadline_seconds) for sample_id, future in pending.items()]
         if fail_fast:
             # A sample that was not waited for is not the cause.
