@@ -40,7 +40,8 @@ LABEL org.opencontainers.image.title="rljob-operator" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build-operator /opt/rljob /opt/rljob
 # The root file system is read-only in the cluster: nothing may be compiled or written there.
-ENV PATH=/opt/rljob/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+# kopf asks for the user's name, and no numeric user has an entry in /etc/passwd: USER answers for any of them.
+ENV PATH=/opt/rljob/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp USER=rljob
 WORKDIR /tmp
 USER 65532:65532
 EXPOSE 8080 8081
@@ -60,7 +61,7 @@ RUN if ! command -v wget >/dev/null || ! command -v bash >/dev/null; then \
  && echo 'rljob:x:1000:' >>/etc/group \
  && mkdir -p /home/rljob /var/lib/rljob && chown 1000:1000 /home/rljob /var/lib/rljob
 COPY --from=build-trainer /opt/rljob /opt/rljob
-ENV PATH=/opt/rljob/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 HOME=/home/rljob
+ENV PATH=/opt/rljob/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 HOME=/home/rljob USER=rljob
 WORKDIR /home/rljob
 USER 1000:1000
 # KubeRay replaces the command by `ray start`; the operator submits `python -m rljob_trainer` to that cluster.
