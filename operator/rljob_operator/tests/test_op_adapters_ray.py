@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
 import pytest_asyncio
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from kubernetes.aio.client import Configuration
 
 from rljob_api.contract import Progress
-from rljob_operator.adapters.access import DirectAccess, Head, UnreachableError
+from rljob_operator.adapters.access import DirectAccess, Head, ProxyAccess, UnreachableError
+from rljob_operator.adapters.kube import Kube, make_client
 from rljob_operator.adapters.ray_jobs import RayJobs, decode_log_tail
 from rljob_operator.adapters.trainer import TrainerClient
 from rljob_operator.plan.types import RayJobFound, RayJobNotFound, RayJobUnreachable, TrainerUnreachable
@@ -173,3 +177,57 @@ async def test_a_log_larger_than_what_is_kept_still_yields_the_result(clients: C
     assert isinstance(job, RayJobFound)
     assert job.result is not None
     assert len(job.log_tail) <= 4096
+
+
+class ProxyServer:
+    """The API server's pod proxy."""
+
+    def __init__(self, status: int = 200, text: str = '{"status": "RUNNING"}') -> None:
+        self.status, self.text = status, text
+        self.paths: list[str] = []
+        self.headers: dict[str, str] = {}
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.paths.append(request.path)
+        self.headers = dict(request.headers)
+        return web.Response(status=self.status, text=self.text)
+
+
+@asynccontextmanager
+async def open_proxy(server: ProxyServer) -> AsyncIterator[ProxyAccess]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    configuration = Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")
+    configuration.api_key["BearerToken"] = "Bearer of-the-operator"
+    client = make_client(configuration, "test")
+    yield ProxyAccess(Kube(client))
+    await client.close()
+    await runner.cleanup()
+
+
+async def test_proxy_access_goes_to_the_head_pod_and_keeps_both_tokens_apart():
+    server = ProxyServer()
+    async with open_proxy(server) as access:
+        job = await RayJobs(access).get(HEAD, "u-1", with_log=False)
+    assert isinstance(job, RayJobFound)
+    assert server.paths == ["/api/v1/namespaces/ns/pods/tiny-1-head:8265/proxy/api/jobs/u-1"]
+    assert server.headers["Authorization"] == "Bearer of-the-operator"
+    assert server.headers["X-Ray-Authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+async def test_a_pod_that_the_proxy_cannot_reach_is_unreachable(status: int):
+    async with open_proxy(ProxyServer(status, "dial tcp 10.0.0.7:8090: connection refused")) as access:
+        answer = await TrainerClient(access).get_progress(HEAD)
+    assert isinstance(answer, TrainerUnreachable)
+    assert "connection refused" in answer.error
+
+
+async def test_without_a_head_pod_the_proxy_has_nowhere_to_go():
+    async with open_proxy(ProxyServer()) as access:
+        job = await RayJobs(access).get(Head("ns", "tiny-1", None, "secret"), "u-1", with_log=False)
+    assert isinstance(job, RayJobUnreachable)
+    assert "no head pod" in job.error

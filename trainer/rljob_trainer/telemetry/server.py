@@ -121,7 +121,9 @@ class ProgressServer:
     def _authorize(self, request: web.Request) -> None:
         if self._token is None:
             return
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        # Through the API server's pod proxy only the second header arrives, as with Ray's own dashboard.
+        header = request.headers.get("Authorization") or request.headers.get("X-Ray-Authorization", "")
+        scheme, _, token = header.partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._token.encode()):
             raise web.HTTPUnauthorized(
                 text='{"error": "send the Ray token of this cluster as Authorization: Bearer <token>"}',

@@ -225,12 +225,12 @@ def serve(job, monkeypatch):
         server.stop()
 
 
-def call(server, path, *, body=None, token=None, host="127.0.0.1", method=None):
+def call(server, path, *, body=None, token=None, host="127.0.0.1", method=None, header="Authorization"):
     request = urllib.request.Request(
         f"http://{host}:{server.port}{path}", data=body, method=method or ("POST" if body is not None else "GET")
     )
     if token is not None:
-        request.add_header("Authorization", f"Bearer {token}")
+        request.add_header(header, f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
             return response.status, response.read().decode()
@@ -271,6 +271,8 @@ def test_guarded_routes_need_the_token_and_open_ones_do_not(serve):
         assert call(server, "/v1/stop", body=b"{}", token=token)[0] == 401
     assert stops == []
     assert call(server, "/v1/progress", token="secret")[0] == 200
+    assert call(server, "/v1/progress", token="secret", header="X-Ray-Authorization")[0] == 200, "through a proxy"
+    assert call(server, "/v1/progress", token="wrong", header="X-Ray-Authorization")[0] == 401
     assert call(server, "/healthz")[0] == 200
     assert call(server, "/metrics")[0] == 200
 
