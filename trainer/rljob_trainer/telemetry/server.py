@@ -122,7 +122,7 @@ class ProgressServer:
         if self._token is None:
             return
         # Through the API server's pod proxy only the second header arrives, as with Ray's own dashboard.
-        header = request.headers.get("Authorization") or request.headers.get("X-Ray-Authorization", "")
+        header = request.headers.get("Authorization") or request.headers.get("X-Ray-Authorization") or ""
         scheme, _, token = header.partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._token.encode()):
             raise web.HTTPUnauthorized(
