@@ -19,7 +19,7 @@ CLIENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kuberay-operator": ("rljob-e2e:kuberay-operator", ("system:masters",)),
     "coredns": ("rljob-e2e:coredns", ("system:masters",)),
 }
-_VALID_DAYS = "30"
+_VALID_DAYS = "3650"
 
 
 def _subject_alternative_names(config: ClusterConfig) -> str:

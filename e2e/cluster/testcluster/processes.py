@@ -41,7 +41,7 @@ class Component:
     argv: list[str]
     probe: Callable[[], str | None]
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    deadline_seconds: float = 60
+    deadline_seconds: float = 180
 
 
 def _record_path(config: ClusterConfig, name: str) -> Path:

@@ -17,6 +17,7 @@ from testcluster.config import JOB_NAMESPACE, OPERATOR_NAMESPACE, IPFamily, clus
 from testcluster.errors import ClusterError, wait_until
 from testcluster.images import JOB_USER_ID, RAY_IMAGE
 from testcluster.kubectl import apply, kubectl
+from testcluster.processes import kill_and_wait
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 NAME = "testbed"
@@ -123,6 +124,16 @@ def test_a_second_up_changes_nothing(config):
     before = {line.name: line.pid for line in lifecycle.status(config)}
     lifecycle.up(config)
     assert {line.name: line.pid for line in lifecycle.status(config)} == before
+
+
+def test_up_repairs_what_died(config):
+    before = {line.name: line.pid for line in lifecycle.status(config)}
+    died = {"coredns", "kubelet"}
+    kill_and_wait([before[name] for name in died])
+    assert {line.name for line in lifecycle.status(config) if line.problem == "not running"} == died
+    lifecycle.up(config)
+    after = {line.name: line.pid for line in lifecycle.status(config)}
+    assert {name for name in after if after[name] != before[name]} == died
 
 
 def test_job_runs_on_the_worker_with_the_mounted_environment(config, head):
