@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""How long from applying an RLJob to its RayCluster object: median of ten jobs whose pods cannot be scheduled.
+"""How long from applying an RLJob to its RayCluster object, for jobs whose pods cannot be scheduled.
+
+One after the other (median of ten), then a hundred at once (95th percentile).
 
 Without KUBECONFIG: a fresh etcd + kube-apiserver and the operator as a process of its own. With KUBECONFIG: that
 cluster, where an operator must already run (`--start-operator` starts one here instead).
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -24,11 +27,19 @@ from typing import Any
 
 import aiohttp
 
-from rljob_operator.adapters.kube import RAY_CLUSTERS, RLJOBS, Kube, load_configuration, make_client
-from rljob_operator.testing.envtest import apply_crd, find_free_port, find_kuberay_crd, find_rljob_crd, start_envtest
+from rljob_operator.adapters.kube import RAY_CLUSTERS, RLJOBS, Kube, KubeError, load_configuration, make_client
+from rljob_operator.testing.envtest import (
+    EnvtestUnavailableError,
+    apply_crd,
+    find_free_port,
+    find_kuberay_crd,
+    find_rljob_crd,
+    start_envtest,
+)
 
 LIMIT_SECONDS = 1.0
-DEADLINE_SECONDS = 60.0
+BURST_LIMIT_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 
 UNSCHEDULABLE = {"cpu": "100000"}
 SPEC: dict[str, Any] = {
@@ -82,45 +93,55 @@ async def wait_until_healthy(port: int, process: asyncio.subprocess.Process) -> 
     raise RuntimeError(f"the operator was not healthy after {DEADLINE_SECONDS:.0f} s")
 
 
-async def measure(kube: Kube, namespace: str, name: str) -> float:
-    """Seconds from sending the RLJob to the watch event of its RayCluster."""
-    path = f"{RAY_CLUSTERS.path(namespace)}?watch=1&labelSelector=rljob.io%2Fjob%3D{name}"
-    document = {
-        "apiVersion": RLJOBS.api_version,
-        "kind": RLJOBS.kind,
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": SPEC,
-    }
-    headers: dict[str, str] = {}
-    async with kube.stream("GET", path, headers=headers, timeout_seconds=DEADLINE_SECONDS) as response:
+async def measure(kube: Kube, namespace: str, names: list[str]) -> list[float]:
+    """Seconds from sending all these RLJobs at once to the watch event of each one's RayCluster."""
+    path = f"{RAY_CLUSTERS.path(namespace)}?watch=1&labelSelector=rljob.io%2Fjob"
+    started = time.perf_counter()
+    seen: dict[str, float] = {}
+    async with kube.stream("GET", path, headers={}, timeout_seconds=DEADLINE_SECONDS) as response:
         response.raise_for_status()
         started = time.perf_counter()
-        await kube.create(document)
-        async for line in response.content:
-            if json.loads(line)["type"] == "ADDED":
-                return time.perf_counter() - started
-    raise RuntimeError(f"no RayCluster for RLJob {name} within {DEADLINE_SECONDS:.0f} s: is an operator running?")
+        async with asyncio.TaskGroup() as group:
+            for name in names:
+                group.create_task(kube.create(build_job(namespace, name)))
+            async for line in response.content:
+                event = json.loads(line)
+                name = event["object"]["metadata"]["labels"]["rljob.io/job"]
+                if event["type"] == "ADDED" and name in names:
+                    seen.setdefault(name, time.perf_counter() - started)
+                if len(seen) == len(names):
+                    return list(seen.values())
+    missing = sorted(set(names) - set(seen))
+    raise RuntimeError(f"no RayCluster for {missing} within {DEADLINE_SECONDS:.0f} s: is an operator running?")
 
 
-async def run(kubeconfig: Path, num_jobs: int, *, with_operator: bool) -> list[float]:
-    """The times, in seconds."""
+def build_job(namespace: str, name: str) -> dict[str, Any]:
+    """The RLJob document."""
+    metadata = {"name": name, "namespace": namespace}
+    return {"apiVersion": RLJOBS.api_version, "kind": RLJOBS.kind, "metadata": metadata, "spec": SPEC}
+
+
+async def run(
+    kubeconfig: Path, num_jobs: int, num_burst: int, *, with_operator: bool
+) -> tuple[list[float], list[float]]:
+    """Times one after the other and of the burst, in seconds."""
     client = make_client(await load_configuration(kubeconfig), "rljob-benchmark")
     kube = Kube(client, request_timeout_seconds=30)
     namespace = f"rljob-latency-{uuid.uuid4().hex[:8]}"
     await kube.request("POST", "/api/v1/namespaces", {"metadata": {"name": namespace}})
     times: list[float] = []
+    burst: list[float] = []
     try:
         async with start_operator(kubeconfig, namespace) if with_operator else _nothing():
-            await measure(kube, namespace, "warm-up")
-            await kube.delete(RLJOBS, namespace, "warm-up")
-            for number in range(num_jobs):
-                name = f"latency-{number}"
-                times.append(await measure(kube, namespace, name))
+            for name in ["warm-up", *(f"latency-{number}" for number in range(num_jobs))]:
+                times += await measure(kube, namespace, [name])
                 await kube.delete(RLJOBS, namespace, name)
+            if num_burst:
+                burst = await measure(kube, namespace, [f"burst-{number}" for number in range(num_burst)])
     finally:
         await kube.request("DELETE", f"/api/v1/namespaces/{namespace}", None)
         await client.close()
-    return times
+    return times[1:], burst
 
 
 @asynccontextmanager
@@ -131,7 +152,8 @@ async def _nothing() -> AsyncIterator[None]:
 def main() -> int:
     """Print the figures; exit 1 only when measuring failed: a figure over the limit is for people to judge."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=10, help="RLJobs to measure")
+    parser.add_argument("--jobs", type=int, default=10, help="RLJobs to measure one after the other")
+    parser.add_argument("--burst", type=int, default=100, help="RLJobs applied at once; 0 leaves this out")
     parser.add_argument("--start-operator", action="store_true", help="with KUBECONFIG: start an operator here")
     arguments = parser.parse_args()
     given = os.environ.get("KUBECONFIG")
@@ -144,8 +166,8 @@ def main() -> int:
             for path in (find_rljob_crd(), find_kuberay_crd()):
                 apply_crd(environment, path)
             kubeconfig, with_operator = environment.kubeconfig, True
-        times = asyncio.run(run(kubeconfig, arguments.jobs, with_operator=with_operator))
-    except (RuntimeError, aiohttp.ClientError) as error:
+        times, burst = asyncio.run(run(kubeconfig, arguments.jobs, arguments.burst, with_operator=with_operator))
+    except (RuntimeError, TimeoutError, KubeError, EnvtestUnavailableError, aiohttp.ClientError) as error:
         print(f"operator_latency: {error}", file=sys.stderr)
         return 1
     finally:
@@ -154,6 +176,10 @@ def main() -> int:
     median = statistics.median(times)
     print(f"apply -> RayCluster: median {median:.3f} s of {len(times)} (best {min(times):.3f}, worst {max(times):.3f})")
     print(f"limit {LIMIT_SECONDS:.1f} s, ratio {median / LIMIT_SECONDS:.2f}")
+    if burst:
+        p95 = sorted(burst)[math.ceil(0.95 * len(burst)) - 1]
+        print(f"{len(burst)} at once: 95th percentile {p95:.2f} s, worst {max(burst):.2f} s")
+        print(f"limit {BURST_LIMIT_SECONDS:.0f} s, ratio {p95 / BURST_LIMIT_SECONDS:.2f}")
     return 0
 
 
