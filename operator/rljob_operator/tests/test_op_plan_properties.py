@@ -34,8 +34,13 @@ POD_STATES = st.sampled_from(
 class JobLife(RuleBasedStateMachine):
     """Faults in any order; the checks hang on the world's writes and actions."""
 
-    @initialize(max_retries=st.integers(0, 3), max_free_retries=st.integers(0, 4), keep=st.sampled_from([0, 120]))
-    def begin(self, max_retries, max_free_retries, keep):
+    @initialize(
+        max_retries=st.integers(0, 3),
+        max_free_retries=st.integers(0, 4),
+        keep=st.sampled_from([0, 120]),
+        is_running=st.sampled_from([True, True, False]),
+    )
+    def begin(self, max_retries, max_free_retries, keep, is_running):
         self.policy = {"maxRetries": max_retries, "maxFreeRetries": max_free_retries, "stallTimeoutSeconds": 300}
         self.fields = {"failurePolicy": self.policy, "keepClusterOnFailureSeconds": keep}
         self.world = World(spec=make_spec(**self.fields))
@@ -43,6 +48,8 @@ class JobLife(RuleBasedStateMachine):
         self.world.on_action = self.check_action
         self.released: dict[int, datetime] = {}
         self.submitted_generations: set[int] = set()
+        if is_running:  # most faults need a trainer to hurt
+            self.world.run()
 
     # --- what may happen -----------------------------------------------------------------------------------------
 
@@ -229,7 +236,7 @@ class JobLife(RuleBasedStateMachine):
 
 
 JobLife.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=50, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 # Half a minute of CPU; a loaded machine must not turn that into a failure.
 TestJobLife = pytest.mark.timeout(1200)(JobLife.TestCase)
