@@ -79,10 +79,9 @@ def _build_storage_source(storage: CheckpointStorage) -> dict[str, Any] | None:
 
 def _build_source(volume: Volume) -> dict[str, Any]:
     if volume.claim_name is not None:
-        claim: dict[str, Any] = {"claimName": volume.claim_name}
-        if volume.read_only:
-            claim["readOnly"] = True
-        return {"persistentVolumeClaim": claim}
+        # readOnly belongs to the mount alone: on the source it may make every mount of the claim in the pod read-only,
+        # the checkpoints' too.
+        return {"persistentVolumeClaim": {"claimName": volume.claim_name}}
     if volume.host_path is not None:
         return {"hostPath": {"path": volume.host_path}}
     if volume.config_map_name is not None:

@@ -190,7 +190,7 @@ def test_every_kind_of_volume():
     ]
     spec = get_pods(render(cluster={"gpusPerNode": 2, "volumes": volumes})[-1])["head"]["spec"]
     assert [volume for volume in spec["volumes"] if len(volume["name"]) == 1] == [
-        {"name": "a", "persistentVolumeClaim": {"claimName": "claim", "readOnly": True}},
+        {"name": "a", "persistentVolumeClaim": {"claimName": "claim"}},
         {"name": "b", "hostPath": {"path": "/srv/b"}},
         {"name": "c", "configMap": {"name": "config"}},
         {"name": "d", "secret": {"secretName": "secret"}},
