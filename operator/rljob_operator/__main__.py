@@ -29,11 +29,18 @@ async def run_until_signal(settings: Settings) -> None:
         logger.info("Stopped")
 
 
+def configure_logging(log_format: LogFormat) -> None:
+    """kopf's formatters, without a line per watch event: what was done about it is logged by ourselves."""
+    is_json = log_format is LogFormat.JSON
+    kopf.configure(log_format=kopf.LogFormat.JSON if is_json else kopf.LogFormat.FULL, log_prefix=not is_json)
+    for name in ("kopf.objects", "kopf.activities"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
 def main() -> int:
     """Entry point."""
     settings = parse_settings(sys.argv[1:])
-    is_json = settings.log_format is LogFormat.JSON
-    kopf.configure(log_format=kopf.LogFormat.JSON if is_json else kopf.LogFormat.FULL, log_prefix=not is_json)
+    configure_logging(settings.log_format)
     try:
         asyncio.run(run_until_signal(settings))
     except LeadershipLostError as error:

@@ -24,7 +24,7 @@ from rljob_operator.adapters.access import Access, DirectAccess, ProxyAccess
 from rljob_operator.adapters.events import EventRecorder
 from rljob_operator.adapters.health import Health, build_health_app, build_metrics_app, serve
 from rljob_operator.adapters.kube import RAY_CLUSTERS, Kube, KubeError, RateLimiter, load_configuration, make_client
-from rljob_operator.adapters.lease import Lease, LeaseTimes
+from rljob_operator.adapters.lease import Lease
 from rljob_operator.adapters.metrics import Metrics
 from rljob_operator.adapters.ray_jobs import RayJobs
 from rljob_operator.adapters.trainer import TrainerClient
@@ -50,7 +50,6 @@ class Hooks:
         default=lambda s, k, c: make_access(s, k, c)
     )
     crash_point: CrashPoint = _no_crash
-    lease_times: LeaseTimes = field(default_factory=LeaseTimes)
     longest_wait_seconds: float | None = None
     """Upper bound of the wait between two looks at a job; None: as planned."""
     kuberay_poll_seconds: float = 30.0
@@ -109,7 +108,7 @@ class Operator:
             logger.info("No Lease namespace given: running without leader election")
             await lead()
             return
-        times = self._hooks.lease_times
+        times = self.settings.lease_times
         # Not rate-limited and with its own deadline: a flood of reconciles must not cost the Lease.
         lease = Lease(
             Kube(client, request_timeout_seconds=times.request_seconds, observe=self.metrics.observe_request),

@@ -14,6 +14,7 @@ from typing import Any, Final
 from rljob_api.catalogue import DEFAULT_CATALOGUE, Catalogue, load_catalogue
 from rljob_api.v1alpha1.base import StrEnum
 from rljob_api.v1alpha1.cluster import IPFamily
+from rljob_operator.adapters.lease import LeaseTimes
 from rljob_operator.render import RenderOptions
 
 _ENV_PREFIX: Final = "RLJOB_"
@@ -46,6 +47,7 @@ class Settings:
     lease_namespace: str | None = None
     """None: no Lease; then nothing else may run a second operator."""
     lease_name: str = "rljob-operator"
+    lease_times: LeaseTimes = field(default_factory=LeaseTimes)
     identity: str = "rljob-operator"
     cluster_access: ClusterAccess = ClusterAccess.DIRECT
     cluster_domain: str = "cluster.local"
@@ -82,6 +84,7 @@ def parse_settings(argv: Sequence[str], environment: Mapping[str, str] = os.envi
         health_port=arguments.health_port,
         lease_namespace=arguments.lease_namespace or None,
         lease_name=arguments.lease_name,
+        lease_times=_parse_lease_times(parser, arguments),
         # Two containers of one pod, or two processes of one host, must not take each other for themselves.
         identity=f"{environment.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4().hex[:8]}",
         cluster_access=ClusterAccess(arguments.cluster_access),
@@ -128,6 +131,9 @@ def build_parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--health-port", 8081, "port of /healthz and /readyz", type=int)
     add("--lease-namespace", "", "namespace of the Lease; empty: no leader election")
     add("--lease-name", "rljob-operator", "name of the Lease")
+    add("--lease-seconds", 15.0, "a Lease that was not renewed for so long may be taken over", type=float)
+    add("--lease-renew-deadline-seconds", 10.0, "the leader exits when it could not renew for so long", type=float)
+    add("--lease-retry-seconds", 2.0, "pause between renewals, and between attempts to take over", type=float)
     add(
         "--cluster-access",
         ClusterAccess.DIRECT.value,
@@ -146,6 +152,17 @@ def build_parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--api-burst", 500, "burst of requests to the API server", type=int)
     add("--log-format", LogFormat.TEXT.value, "log lines", choices=[f.value for f in LogFormat])
     return parser
+
+
+def _parse_lease_times(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> LeaseTimes:
+    try:
+        return LeaseTimes(
+            lease_seconds=arguments.lease_seconds,
+            renew_deadline_seconds=arguments.lease_renew_deadline_seconds,
+            retry_seconds=arguments.lease_retry_seconds,
+        )
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _parse_labels(parser: argparse.ArgumentParser, flag: str, text: str) -> dict[str, str]:

@@ -31,11 +31,19 @@ class LeadershipLostError(Exception):
 
 @dataclass(frozen=True)
 class LeaseTimes:
-    """Timing in seconds."""
+    """Timing in seconds. Raises ValueError for times that let two replicas lead at once."""
 
     lease_seconds: float = 15.0
     renew_deadline_seconds: float = 10.0
     retry_seconds: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.lease_seconds > self.renew_deadline_seconds > 2 * self.retry_seconds > 0:
+            raise ValueError(
+                f"lease {self.lease_seconds:g} s, renew deadline {self.renew_deadline_seconds:g} s and retry "
+                f"{self.retry_seconds:g} s: the lease must be longer than the renew deadline, and that longer than two "
+                "retries, for example 15, 10 and 2"
+            )
 
     @property
     def request_seconds(self) -> float:

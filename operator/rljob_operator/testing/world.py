@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from rljob_operator.adapters.lease import LeaseTimes
 from rljob_operator.app import Hooks, Operator
 from rljob_operator.settings import Settings
 from rljob_operator.testing.envtest import Envtest, apply_crd, find_kuberay_crd
@@ -90,7 +89,6 @@ class World:
         crash_point: Callable[[str], Awaitable[None]] | None = None,
         kubeconfig: Path | None = None,
         settings: Mapping[str, Any] | None = None,
-        lease_times: LeaseTimes | None = None,
         longest_wait_seconds: float | None = 0.1,
         kuberay_poll_seconds: float = 30.0,
     ) -> RunningOperator:
@@ -102,8 +100,6 @@ class World:
         )
         if crash_point is not None:
             hooks.crash_point = crash_point
-        if lease_times is not None:
-            hooks.lease_times = lease_times
         values = {
             "namespaces": (self.namespace,),
             "kubeconfig": kubeconfig or self.envtest.kubeconfig,

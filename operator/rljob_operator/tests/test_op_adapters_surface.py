@@ -235,6 +235,7 @@ def test_environment_stands_in_for_flags_and_flags_win():
         (["--all-namespaces", "--ip-family=IPv5"], IN_POD, "invalid choice"),
         (["--all-namespaces", "--operator-pod-labels=app"], IN_POD, "is not key=value"),
         (["--all-namespaces", "--metrics-port=web"], IN_POD, "invalid int"),
+        (["--all-namespaces", "--lease-seconds=5"], IN_POD, "for example 15, 10 and 2"),
     ],
 )
 def test_wrong_flags_are_named(

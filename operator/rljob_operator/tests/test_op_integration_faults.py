@@ -99,10 +99,10 @@ async def test_a_head_that_flaps_does_not_fail_a_healthy_run(world: World):
 
 
 async def test_of_two_operators_one_works_and_the_other_takes_over_when_it_stops(world: World):
-    lease = {"lease_namespace": world.namespace}
-    first = world.start_operator(settings={**lease, "identity": "first"}, lease_times=LEASE_TIMES)
+    lease = {"lease_namespace": world.namespace, "lease_times": LEASE_TIMES}
+    first = world.start_operator(settings={**lease, "identity": "first"})
     await world.wait_until(lambda: _is_held_by(world, "first"), "the first operator to lead")
-    second = world.start_operator(settings={**lease, "identity": "second"}, lease_times=LEASE_TIMES)
+    second = world.start_operator(settings={**lease, "identity": "second"})
     await world.apply_job("one")
     await world.wait_for_condition("Succeeded", name="one", timeout_seconds=120)
     leaders = [r.operator.metrics.registry.get_sample_value("rljob_operator_leader") for r in (first, second)]
