@@ -39,6 +39,10 @@ def install_chart(config: ClusterConfig, image: str) -> None:
         "image.tag": tag,
         "image.pullPolicy": "Never",
         "fullnameOverride": "rljob",
+        # Two cores carry the control plane and the training: the API server may be silent for longer than the default
+        # renew deadline of 10 s, and a leader that loses its Lease restarts with the kubelet's growing delay.
+        "extraArgs[0]": "--lease-seconds=60",
+        "extraArgs[1]": "--lease-renew-deadline-seconds=40",
     }
     settings = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     home = config.run_dir / "helm"
