@@ -3,7 +3,6 @@
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
-SHELL ["/bin/sh", "-ec"]
 # python:* images bring venv and pip; Debian's own Python keeps them in a package.
 # hadolint ignore=DL3008
 RUN python3 -c 'import ensurepip' 2>/dev/null \
@@ -25,6 +24,12 @@ RUN /opt/rljob/bin/pip install --no-deps --no-build-isolation --no-index . \
  && /opt/rljob/bin/pip uninstall --yes uv hatchling editables trove-classifiers pip setuptools
 
 FROM build AS build-trainer
+# Some of the trainer's dependencies come as source with C in it; the compiler stays in this stage.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev \
+ && if [ "$(command -v python3)" = /usr/bin/python3 ]; then apt-get install --yes --no-install-recommends python3-dev; fi \
+ && rm -rf /var/lib/apt/lists/*
 COPY requirements/trainer.txt requirements/
 RUN /opt/rljob/bin/pip install --require-hashes --no-deps --requirement requirements/trainer.txt
 COPY pyproject.toml README.md LICENSE ./
@@ -48,7 +53,6 @@ EXPOSE 8080 8081
 ENTRYPOINT ["python", "-m", "rljob_operator"]
 
 FROM ${BASE} AS trainer
-SHELL ["/bin/sh", "-ec"]
 LABEL org.opencontainers.image.title="rljob-trainer-native" \
       org.opencontainers.image.source="https://github.com/rljob/rljob" \
       org.opencontainers.image.licenses="Apache-2.0"
