@@ -242,6 +242,7 @@ def test_the_operator_understands_its_arguments(render: Render, values_file: Pat
     ports = {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
     assert ports == {"metrics": settings.metrics_port, "health": settings.health_port}
     assert settings.lease_namespace == "rljob-system"
+    assert (settings.lease_times.lease_seconds, settings.lease_times.renew_deadline_seconds) == (15, 10)
     assert settings.ip_family.value == "IPv6", "from POD_IP"
     assert settings.catalogue == DEFAULT_CATALOGUE
     options = settings.render_options
