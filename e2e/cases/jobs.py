@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from settings import Settings
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 ASSETS = "/data"
+# A job refuses the checkpoints of another job of its name, so every run of the cases has a folder of its own.
+RUN = f"run-{uuid.uuid4().hex[:8]}"
 
 
 def environment_mounts(settings: Settings) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
@@ -53,7 +56,11 @@ def make_job(settings: Settings, name: str, *, total_steps: int, nodes: int = 2,
         "terminationGracePeriodSeconds": 60,
         "podTemplate": {"spec": {"containers": [{"name": "ray", "resources": resources}]}},
     }
-    spec["checkpoint"] = {**spec.get("checkpoint", {}), "everySteps": 2, "storage": {"claimName": settings.claim}}
+    spec["checkpoint"] = {
+        **spec.get("checkpoint", {}),
+        "everySteps": 2,
+        "storage": {"claimName": settings.claim, "path": RUN},
+    }
     spec["training"] = {**spec["training"], "totalSteps": total_steps}
     spec["failurePolicy"] = {"maxRetries": 2, "backoffSeconds": 1, "startupTimeoutSeconds": 600}
     merge(spec, relocate_assets(spec))
