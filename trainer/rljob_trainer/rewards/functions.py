@@ -6,7 +6,11 @@ time limit, and its start is time that the step waits.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
+import signal
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +24,7 @@ from rljob_trainer.rewards.regex import score_regex
 GSM8K: Final = "GSM8K"
 REGEX: Final = "Regex"
 PYTHON: Final = "Python"
+_PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,16 @@ class FunctionPlan:
     def needs_process(self) -> bool:
         """GSM8K runs in linear time on any text; Regex and Python may run for ever."""
         return self.type != GSM8K
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Linux: have the kernel kill this process with its worker. A reward function in an endless loop would otherwise
+    outlive a worker that was killed (and a whole run), holding a core."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)  # the worker died before the line above
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import multiprocessing
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,13 @@ from typing import Final
 
 import pebble
 
-from rljob_trainer.rewards.functions import FunctionPlan, describe_exception, run_function, run_in_process
+from rljob_trainer.rewards.functions import (
+    FunctionPlan,
+    describe_exception,
+    die_with_parent,
+    run_function,
+    run_in_process,
+)
 from rljob_trainer.rewards.outcome import FailureKind, Score, ScoreFailure, ScoreRequest, ScoreResult
 
 PROCESS_START_SECONDS: Final = 120
@@ -101,7 +108,12 @@ class Scorer:
             if self._pool is None:
                 # Not fork: the parent has threads (Ray, gRPC, the progress server), and a forked child can inherit a
                 # lock that nobody will release.
-                self._pool = pebble.ProcessPool(max_workers=1, context=_LightSpawnContext())
+                self._pool = pebble.ProcessPool(
+                    max_workers=1,
+                    initializer=die_with_parent,
+                    initargs=(os.getpid(),),
+                    context=_LightSpawnContext(),
+                )
             return self._pool
 
 

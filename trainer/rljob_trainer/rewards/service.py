@@ -200,5 +200,7 @@ class _RayWorkers:
         return future
 
     def close(self) -> None:
+        if not self._ray.is_initialized():
+            return  # Ray took its actors along; asking it to kill one would start another Ray
         for actor in self._actors:
             self._ray.kill(actor)

@@ -1,9 +1,13 @@
 """Scoring workers: what user code can do to them, and that no sample is ever lost silently."""
 
 import asyncio
+import subprocess
+import sys
 import threading
+import time
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,6 +53,13 @@ def two(prompt, response):
 async def later(prompt, response, answer):
     return 1.0
 """
+
+
+class CpuHolder:
+    """Keeps the CPUs of its actor."""
+
+    def hold(self):
+        """Answers once the actor has them."""
 
 
 @pytest.fixture
@@ -181,12 +192,19 @@ def test_works_from_threads_and_asyncio(score_file, start):
 
 
 @pytest.mark.ray
-def test_ray_workers_score_without_cpus_and_survive_their_own_death(score_file, start):
+def test_ray_workers_score_without_cpus_and_survive_their_own_death(score_file, start, make_job, monkeypatch):
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    from rljob_trainer.distributed.ray_connection import connect_ray
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    connect_ray(make_job(run_directory=str(score_file.parent)))
     try:
-        holder = ray.remote(num_cpus=1)(threading.Event).remote()  # the only CPU is taken, as ranks and engines do
+        # All CPUs are taken, as ranks and engines do.
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        num_cpus = ray.cluster_resources()["CPU"]
+        holder = ray.remote(num_cpus=num_cpus)(CpuHolder).remote()
+        ray.get(holder.hold.remote(), timeout=120)
         reward = make_reward(score_file).model_copy(update={"num_workers": 2})
         service = start(reward, Backend.RAY)
         submit_all(service, ["4", "5", "sleep", "raise", "4", "4"])
@@ -201,9 +219,51 @@ def test_ray_workers_score_without_cpus_and_survive_their_own_death(score_file, 
         submit_all(service, ["4"])
         with pytest.raises(RewardError, match=r"sample p0/0: its scoring worker was lost"):
             service.collect(300)
-        del holder
     finally:
         ray.shutdown()
+    service.close()
+    assert not ray.is_initialized()  # closing late starts no Ray
+
+
+def test_scoring_process_dies_with_its_worker(score_file, tmp_path):
+    """A worker that is killed outright must not leave an endless reward function behind."""
+    (tmp_path / "endless.py").write_text(
+        "import os, pathlib\n"
+        "def score(prompt, response, answer):\n"
+        "    pathlib.Path(prompt).write_text(str(os.getpid()))\n"
+        "    while True: pass\n"
+    )
+    program = (
+        "from rljob_trainer.rewards.functions import FunctionPlan\n"
+        "from rljob_trainer.rewards.outcome import ScoreRequest\n"
+        "from rljob_trainer.rewards.scorer import Scorer\n"
+        f"options = {{'path': {str(tmp_path / 'endless.py')!r}, 'function': 'score'}}\n"
+        "plan = FunctionPlan('python', 'f', 'Python', 1.0, 600.0, options)\n"
+        f"Scorer([plan]).score(ScoreRequest('a', {str(tmp_path / 'pid')!r}, '', ''))\n"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        pid_file = tmp_path / "pid"
+        wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the function runs")
+        child = int(pid_file.read_text())
+    finally:
+        worker.kill()
+        worker.wait(60)
+    wait_until(lambda: not is_running(child), "the scoring process is gone")
+
+
+def wait_until(condition, what, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not in {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
 
 
 def test_dry_run_finds_a_broken_function_whatever_on_error_says(score_file, start):
