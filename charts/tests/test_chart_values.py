@@ -38,6 +38,8 @@ RunHelm = Callable[..., subprocess.CompletedProcess[str]]
         (["--set", "metrics.podMonitor.interval=15"], "/metrics/podMonitor/interval"),
         (["--set", "metrics.port=80"], "/metrics/port"),
         (["--set", "networkPolicy.apiServerPorts=null"], "apiServerPorts"),
+        (["--set", "lease.durationSeconds=10"], "must be greater than renewDeadlineSeconds (10)"),
+        (["--set", "lease.retrySeconds=12"], "greater than retrySeconds (12)"),
         (["--set", "serviceAccount.create=false"], "serviceAccount.name must name an existing ServiceAccount"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
@@ -84,7 +86,7 @@ def test_every_value_is_used_and_every_used_value_exists() -> None:
     used = set(re.findall(r"\.Values\.([A-Za-z0-9.]+)", templates))
     leaves = set(iterate_leaf_paths({}))
     assert leaves - used == set(), "values without a use"
-    sections = {leaf.rpartition(".")[0] for leaf in leaves} | {"metrics.podMonitor"}
+    sections = {leaf.rpartition(".")[0] for leaf in leaves} | {"metrics.podMonitor", "lease"}
     assert used - leaves - sections == set(), "templates use values that values.yaml does not have"
 
 
