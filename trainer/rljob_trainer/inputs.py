@@ -17,7 +17,7 @@ from rljob_trainer.data import (
     load_prompts,
     load_supervised_rows,
 )
-from rljob_trainer.errors import ConfigurationError
+from rljob_trainer.errors import ConfigurationError, DataError
 from rljob_trainer.models.policy import find_stop_token_ids, load_config
 from rljob_trainer.rewards import make_answer_check
 
@@ -59,6 +59,11 @@ def load_inputs(job: ResolvedJob, note: Callable[[str], None]) -> Inputs:
             spec.data.validation, spec.data, tokenizer, field_path="spec.data.validation", check_answer=check, show=note
         )
         validation = held_out.rows[: spec.evaluation.max_prompts]
+    for row in (*train.rows, *validation):
+        if not row.prompt_ids:
+            raise DataError(
+                f"prompt {row.uid} has no tokens (text {row.prompt_text!r}); a response needs one to follow"
+            )
     demonstrations = load_supervised_rows(spec.warm_start, spec.data, tokenizer, show=note) if spec.warm_start else []
     seed = spec.training.seed if spec.data.shuffle_seed is None else spec.data.shuffle_seed
     sampler = PromptSampler(len(train.rows), spec.training.prompts_per_step, seed)

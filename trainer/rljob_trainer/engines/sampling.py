@@ -34,10 +34,12 @@ def choose_tokens(logits_BV: Tensor, noise_B: Tensor, *, temperature: float, top
         if top_p < 1:
             probabilities_BV = _keep_nucleus(probabilities_BV, top_p)
         cumulative_BV = probabilities_BV.cumsum(dim=-1)
-        threshold_B1 = (noise_B.to(cumulative_BV.device) * cumulative_BV[:, -1]).unsqueeze(1)
+        total_B = cumulative_BV[:, -1]
+        # noise x total can round up to total, which no running sum exceeds.
+        below_B = torch.nextafter(total_B, torch.zeros_like(total_B))
+        threshold_B1 = torch.minimum(noise_B.to(total_B.device) * total_B, below_B).unsqueeze(1)
         # right=True: a token of probability 0 can never be hit, not even by noise 0.
         tokens_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
-        tokens_B = tokens_B.clamp(max=logits_BV.shape[1] - 1)
     return tokens_B, log_probs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
 
 

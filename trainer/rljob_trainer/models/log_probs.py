@@ -17,15 +17,11 @@ CHUNK_TOKENS: Final = 2048
 
 def compute_entropy(logits_CV: Tensor) -> Tensor:
     """Entropy (C,) in nats of softmax(logits), float32; -inf logits count as probability 0 in value and gradient."""
-    logits_CV = logits_CV.float()
-    log_normalizer_C = torch.logsumexp(logits_CV, dim=-1)
-    finite_CV = torch.isfinite(logits_CV)
+    log_probs_CV = torch.log_softmax(logits_CV.float(), dim=-1)
     # 0 x (-inf) is NaN in the forward and in the gradient: replace before multiplying.
-    safe_CV = torch.where(finite_CV, logits_CV, torch.zeros_like(logits_CV))
-    probabilities_CV = torch.where(
-        finite_CV, torch.exp(safe_CV - log_normalizer_C[:, None]), torch.zeros_like(logits_CV)
-    )
-    return log_normalizer_C - (probabilities_CV * safe_CV).sum(dim=-1)
+    possible_CV = torch.isfinite(log_probs_CV)
+    safe_CV = torch.where(possible_CV, log_probs_CV, torch.zeros_like(log_probs_CV))
+    return -(torch.where(possible_CV, safe_CV.exp(), torch.zeros_like(safe_CV)) * safe_CV).sum(dim=-1)
 
 
 def compute_log_probs(

@@ -14,3 +14,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tr_tiny import save_tiny_model
 
     return str(save_tiny_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture
+def make_job(tmp_path):
+    """Builds resolved jobs of two CPU ranks with a Native engine."""
+    from tr_job import build_job
+
+    return build_job

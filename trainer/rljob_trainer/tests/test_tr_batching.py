@@ -1,5 +1,6 @@
 """Rows to ranks and micro-batches, learning rates, mini-batch order."""
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_learning_rate_warms_up_to_the_peak():
         for step in range(1, 21)
     ]
     assert rates[:4] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
-    assert all(later < earlier for earlier, later in zip(rates[3:], rates[4:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[3:]))
     assert rates[-1] == pytest.approx(0.0, abs=1e-18)
 
 

@@ -41,10 +41,12 @@ def test_packed_equals_padded_in_value_and_gradient(tmp_path, temperature, slidi
     weights = torch.linspace(-1, 1, len(packed))
     (packed * weights).sum().backward()
     (padded * weights).sum().backward()
-    expected = dict(reference.named_parameters())
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    total = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, parameter in policy.causal_lm.named_parameters():
-        difference = (parameter.grad - expected[name].grad).norm() / expected[name].grad.norm().clamp(min=1e-3)
-        assert difference < 1e-5, name
+        # Key biases cancel in the softmax: their gradient is rounding noise, measured against the whole.
+        scale = torch.maximum(expected[name].norm(), 1e-2 * total)
+        assert (parameter.grad - expected[name]).norm() < 1e-5 * scale, name
 
 
 def test_log_probs_do_not_depend_on_the_pack(tiny_model):
@@ -52,10 +54,12 @@ def test_log_probs_do_not_depend_on_the_pack(tiny_model):
     policy = PolicyModel(load_causal_lm(tiny_model))
     with torch.no_grad():
         together, _ = policy(pack_sequences(PROMPTS, RESPONSES, CPU), temperature=1.0)
-        alone = torch.cat([
-            policy(pack_sequences([prompt], [response], CPU), temperature=1.0)[0]
-            for prompt, response in zip(PROMPTS, RESPONSES, strict=True)
-        ])
+        alone = torch.cat(
+            [
+                policy(pack_sequences([prompt], [response], CPU), temperature=1.0)[0]
+                for prompt, response in zip(PROMPTS, RESPONSES, strict=True)
+            ]
+        )
         reverse, _ = policy(pack_sequences(PROMPTS[::-1], RESPONSES[::-1], CPU), temperature=1.0)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
     pieces = list(reverse.split([len(response) for response in RESPONSES[::-1]]))
@@ -127,14 +131,17 @@ def test_blocks_are_found(tiny_model):
 
 
 def test_all_stop_ids_are_found(tiny_model):
-    from transformers import AutoTokenizer
+    class Tokenizer:
+        eos_token_id = 7
 
-    assert find_stop_token_ids(tiny_model, None, AutoTokenizer.from_pretrained(tiny_model)) == (1, 2)
+    assert find_stop_token_ids(tiny_model, None, Tokenizer()) == (1, 2, 7)
 
 
 def test_a_missing_directory_names_its_neighbours(tmp_path):
     (tmp_path / "right").mkdir()
-    with pytest.raises(ConfigurationError, match=r"spec\.model\.source: directory '.*/wrong' does not exist; beside it are right"):
+    with pytest.raises(
+        ConfigurationError, match=r"spec\.model\.source: directory '.*/wrong' does not exist; beside it are right"
+    ):
         load_config(str(tmp_path / "wrong"))
 
 

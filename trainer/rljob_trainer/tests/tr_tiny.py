@@ -7,22 +7,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from rljob_api.v1alpha1.algorithm import LossAggregation, PolicyLoss
 from rljob_trainer.algorithms.policy_losses import PolicyLossOptions
 from rljob_trainer.rows import TrainRow
 from rljob_trainer.update import LossSettings
 
-WORDS = ["<pad>", "<eos>", "<end>", *(f"w{index}" for index in range(37))]
+VOCABULARY_SIZE = 40
 
 
 def save_tiny_model(directory: Path, **overrides: Any) -> Path:
-    """A random Qwen2 (2 layers, 2 heads of 32, grouped KV, tied embeddings, two EOS ids) with a word tokenizer."""
+    """A random Qwen2 (2 layers, 2 heads of 32, grouped KV, tied embeddings, two EOS ids)."""
     torch.manual_seed(0)
     config = Qwen2Config(
         **{
-            "vocab_size": len(WORDS),
+            "vocab_size": VOCABULARY_SIZE,
             "hidden_size": 64,
             "intermediate_size": 96,
             "num_hidden_layers": 2,
@@ -40,11 +40,22 @@ def save_tiny_model(directory: Path, **overrides: Any) -> Path:
     model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=[1, 2], pad_token_id=0)
     model.save_pretrained(directory)
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    return directory
 
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
+
+def save_byte_model(directory: Path) -> Path:
+    """The same architecture with the quickstart's byte-level tokenizer, for tests that start from text."""
+    from rljob_trainer.quickstart.model import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    save_tiny_model(
+        directory,
+        vocab_size=len(tokenizer),
+        initializer_range=0.05,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    GenerationConfig(eos_token_id=[tokenizer.eos_token_id]).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 

@@ -1,0 +1,239 @@
+"""Interfaces, nodes and waits: who is blamed for what."""
+
+import os
+import sys
+import time
+
+import pytest
+import ray
+
+from rljob_api.contract import Layout
+from rljob_trainer.distributed import network
+from rljob_trainer.distributed.placement import NodeResources, choose_nodes, read_nodes
+from rljob_trainer.distributed.waiting import Actor, get_value, iterate_streams, wait_for_all
+from rljob_trainer.errors import ConfigurationError, DataError, EngineDied, StopRequested, TransientError
+from rljob_trainer.worker import WorkerLocation
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"), [("127.0.0.1", True), ("::1", True), ("10.0.0.7", False), ("fd00::17", False)]
+)
+def test_loopback(address, expected):
+    assert network.is_loopback(address) is expected
+
+
+def test_the_interface_towards_loopback_is_lo():
+    assert network.find_interface("127.0.0.1") == "lo"
+
+
+def test_the_interface_of_an_ipv6_peer(monkeypatch):
+    monkeypatch.setattr(network, "find_local_address", lambda _: "fd00:0:0::17")
+    monkeypatch.setattr(network, "list_interface_addresses", lambda: {"lo": ["::1"], "eth0": ["fe80::1", "fd00::17"]})
+    assert network.find_interface("fd00::18") == "eth0"
+
+
+def test_an_address_without_an_interface_lists_what_there_is(monkeypatch):
+    monkeypatch.setattr(network, "find_local_address", lambda _: "10.0.0.1")
+    monkeypatch.setattr(network, "list_interface_addresses", lambda: {"eth7": ["10.9.9.9"]})
+    with pytest.raises(ConfigurationError, match=r"10\.0\.0\.1.*eth7.*spec\.network\.interface"):
+        network.find_interface("10.0.0.2")
+
+
+def test_the_kernels_interfaces_include_loopback():
+    assert "127.0.0.1" in network.list_interface_addresses()["lo"]
+
+
+@pytest.mark.parametrize("name", ["^docker0", "=eth0"])
+def test_nccl_patterns_are_refused_for_gloo(name):
+    with pytest.raises(ConfigurationError, match="exact interface name"):
+        network.choose_interface({"GLOO_SOCKET_IFNAME": name}, None, "127.0.0.1", spans_nodes=False)
+
+
+def test_an_unknown_interface_is_refused():
+    with pytest.raises(ConfigurationError, match="no such interface"):
+        network.choose_interface({}, "eth99", "127.0.0.1", spans_nodes=False)
+
+
+def test_loopback_is_refused_across_nodes():
+    assert network.choose_interface({}, None, "127.0.0.1", spans_nodes=False) == "lo"
+    with pytest.raises(ConfigurationError, match="cannot meet on loopback"):
+        network.choose_interface({}, None, "127.0.0.1", spans_nodes=True)
+
+
+def test_the_environment_wins_over_the_job():
+    assert network.choose_interface({"GLOO_SOCKET_IFNAME": "lo"}, "eth99", "127.0.0.1", spans_nodes=False) == "lo"
+
+
+def layout(nodes, ranks, gpus):
+    return Layout(
+        num_nodes=nodes,
+        ranks_per_node=ranks,
+        gpus_per_node=gpus,
+        world_size=nodes * ranks,
+        tensor_parallel_size=1,
+        num_engines=nodes * ranks,
+    )
+
+
+HEAD = NodeResources("h", "10.0.0.1", 0, 0)
+
+
+def test_a_head_without_resources_is_left_out():
+    workers = [NodeResources("a", "10.0.0.2", 8, 8), NodeResources("b", "10.0.0.3", 8, 8)]
+    assert choose_nodes([HEAD, *workers], layout(2, 8, 8)) == workers
+
+
+def test_a_node_with_seven_gpus_is_named_with_both_numbers():
+    nodes = [HEAD, NodeResources("a", "10.0.0.2", 8, 8), NodeResources("b", "10.0.0.3", 8, 7)]
+    message = choose_nodes(nodes, layout(2, 8, 8))
+    assert isinstance(message, str)
+    for part in ("2 nodes with 8 GPUs", "16 GPUs in all", "1 such nodes", "15 GPUs in all", "10.0.0.3: 8 CPUs, 7 GPUs"):
+        assert part in message
+
+
+def test_cpu_jobs_leave_gpu_nodes_alone_where_they_can():
+    gpu, cpu = NodeResources("g", "10.0.0.2", 16, 8), NodeResources("c", "10.0.0.3", 2, 0)
+    assert choose_nodes([gpu, cpu], layout(1, 2, 0)) == [cpu]
+    assert choose_nodes([gpu], layout(1, 2, 0)) == [gpu]
+
+
+def test_dead_nodes_do_not_count():
+    entry = {"NodeID": "a", "NodeManagerAddress": "fd00::2", "Resources": {"CPU": 2.0}}
+    assert read_nodes([entry | {"Alive": True}, entry | {"Alive": False}]) == [NodeResources("a", "fd00::2", 2, 0)]
+
+
+def test_ranks_follow_addresses_and_gpu_numbers():
+    def place(address, gpu):
+        return WorkerLocation(address, "node", (gpu,), "host", 1)
+
+    places = [place("10.0.0.3", "0"), place("10.0.0.2", "10"), place("10.0.0.2", "9")]
+    ordered = sorted(places, key=lambda location: location.sort_key)
+    assert [(location.address, location.gpu_ids) for location in ordered] == [
+        ("10.0.0.2", ("9",)),
+        ("10.0.0.2", ("10",)),
+        ("10.0.0.3", ("0",)),
+    ]
+
+
+class Worker:
+    """Behaves and misbehaves on request."""
+
+    def answer(self, value):
+        return value
+
+    def fail(self):
+        raise DataError("spec.data.train[0]: nothing there")
+
+    def crash(self):
+        raise KeyError("bug")
+
+    def die(self):
+        print("last words", flush=True)
+        os._exit(3)
+
+    def hang(self):
+        time.sleep(600)
+
+    def count(self, values):
+        for value in values:  # noqa: UP028 - Ray's wrapper cannot delegate to a list
+            yield value
+
+
+@pytest.fixture(scope="module")
+def workers():
+    # Ray's workers cannot import this module: there is no package here.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    cls = ray.remote(num_cpus=0)(Worker)
+
+    def make(label, is_engine=False):
+        return Actor(cls.remote(), label, "node", is_engine=is_engine, describe_log=lambda: "last lines: last words")
+
+    yield make
+    ray.shutdown()
+
+
+@pytest.mark.ray
+def test_answers_come_in_order(workers):
+    first, second = workers("rank 0"), workers("rank 1")
+    references = {second.handle.answer.remote(2): second, first.handle.answer.remote(1): first}
+    assert wait_for_all(references, timeout_seconds=60, what="test") == [2, 1]
+
+
+@pytest.mark.ray
+def test_a_typed_failure_of_an_actor_arrives_as_it_was(workers):
+    actor = workers("rank 0")
+    with pytest.raises(DataError, match=r"^spec\.data\.train\[0\]: nothing there$"):
+        wait_for_all({actor.handle.fail.remote(): actor}, timeout_seconds=60, what="test")
+
+
+@pytest.mark.ray
+def test_an_untyped_failure_keeps_its_traceback(workers):
+    actor = workers("rank 0")
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0: .*KeyError"):
+        wait_for_all({actor.handle.crash.remote(): actor}, timeout_seconds=60, what="test")
+
+
+@pytest.mark.ray
+def test_a_dead_rank_is_named_although_another_hangs(workers):
+    """The others may sit in a collective for ever; membership is what is watched."""
+    dying, hanging = workers("rank 1 (node fd00::2)"), workers("rank 0")
+    references = {hanging.handle.hang.remote(): hanging, dying.handle.die.remote(): dying}
+    with pytest.raises(TransientError, match=r"rank 1 \(node fd00::2\) is gone"):
+        wait_for_all(references, timeout_seconds=300, what="test")
+
+
+@pytest.mark.ray
+def test_a_dead_engine_is_an_engine_failure_with_its_last_words(workers):
+    engine = workers("engine 0", is_engine=True)
+    with pytest.raises(EngineDied, match=r"(?s)engine 0 is gone.*last words") as caught:
+        wait_for_all({engine.handle.die.remote(): engine}, timeout_seconds=60, what="test")
+    assert caught.value.exit_code == 74
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("is_engine", "error"), [(False, TransientError), (True, EngineDied)])
+def test_a_deadline_names_who_is_late(workers, is_engine, error):
+    prompt, late = workers("rank 0"), workers("the late one", is_engine)
+    ray.get([actor.handle.answer.remote(0) for actor in (prompt, late)])  # both have started
+    references = {prompt.handle.answer.remote(1): prompt, late.handle.hang.remote(): late}
+    with pytest.raises(error, match="collecting: no answer within 1 s from the late one"):
+        wait_for_all(references, timeout_seconds=1, what="collecting")
+
+
+@pytest.mark.ray
+def test_a_stop_request_ends_a_wait(workers):
+    actor = workers("rank 0")
+
+    def poll():
+        raise StopRequested("test")
+
+    with pytest.raises(StopRequested):
+        wait_for_all({actor.handle.hang.remote(): actor}, timeout_seconds=60, what="test", poll=poll)
+
+
+@pytest.mark.ray
+def test_streams_of_several_actors_are_read_to_their_ends(workers):
+    first, second = workers("engine 0"), workers("engine 1")
+    streams = {
+        actor.handle.count.options(num_returns="streaming").remote(values): actor
+        for actor, values in ((first, [1, 2, 3]), (second, []))
+    }
+    found = [
+        (actor.label, ray.get(reference))
+        for actor, reference in iterate_streams(streams, timeout_seconds=60, what="test")
+    ]
+    assert found == [("engine 0", 1), ("engine 0", 2), ("engine 0", 3)]
+
+
+@pytest.mark.ray
+def test_a_stream_of_a_dead_engine_is_an_engine_failure(workers):
+    engine = workers("engine 0", is_engine=True)
+    stream = engine.handle.count.options(num_returns="streaming").remote([1])
+    ray.get(engine.handle.answer.remote(0))
+    dead = engine.handle.die.remote()
+    ray.wait([dead], timeout=60)
+    late = engine.handle.count.options(num_returns="streaming").remote([1])
+    streams = iterate_streams({stream: engine, late: engine}, timeout_seconds=60, what="test")
+    with pytest.raises(EngineDied, match="engine 0 is gone"):
+        [get_value(reference, actor, 60) for actor, reference in streams]
