@@ -91,18 +91,40 @@ def describe(kubectl: Kubectl, name: str) -> str:
     return f"phase {status.get('phase')}, progress {status.get('progress')}, {conditions}, pods {states}"
 
 
-def wait_for_condition(kubectl: Kubectl, name: str, kind: str, *, timeout_seconds: float) -> dict[str, Any]:
-    """The job once the condition is True; a job that failed instead ends the wait at once."""
+def wait_for_job(
+    kubectl: Kubectl,
+    name: str,
+    what: str,
+    probe: Callable[[dict[str, Any]], object],
+    *,
+    timeout_seconds: float,
+    may_fail: bool = False,
+) -> dict[str, Any]:
+    """The job once `probe(job)` is truthy; a job that failed meanwhile ends the wait at once."""
 
     def reached() -> dict[str, Any] | None:
         job = kubectl.get("rljob", name)
-        if condition(job, kind).get("status") == "True":
+        if job and probe(job):
             return job
-        if kind != "Failed" and condition(job, "Failed").get("status") == "True":
-            raise AssertionError(f"{name} failed: {condition(job, 'Failed')}")
+        if not may_fail and condition(job, "Failed").get("status") == "True":
+            raise AssertionError(f"{name} failed while waiting for {what}: {condition(job, 'Failed')}")
         return None
 
-    return wait_until(f"{name} {kind}", reached, timeout_seconds=timeout_seconds, state=lambda: describe(kubectl, name))
+    return wait_until(
+        f"{name}: {what}", reached, timeout_seconds=timeout_seconds, state=lambda: describe(kubectl, name)
+    )
+
+
+def wait_for_condition(kubectl: Kubectl, name: str, kind: str, *, timeout_seconds: float) -> dict[str, Any]:
+    """The job once the condition is True."""
+    return wait_for_job(
+        kubectl,
+        name,
+        kind,
+        lambda job: condition(job, kind).get("status") == "True",
+        timeout_seconds=timeout_seconds,
+        may_fail=kind == "Failed",
+    )
 
 
 def keep_logs(settings: Settings, kubectl: Kubectl, name: str, case: str) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 from audit import count_writes
-from conftest import describe, pods, wait_for_condition
+from conftest import pods, wait_for_condition, wait_for_job
 from jobs import make_job
 from kubectl import condition, wait_until
 
 pytestmark = pytest.mark.e2e
 MAX_WRITES_PER_JOB = 25
+
+
+def progress_of(job):
+    return job.get("status", {}).get("progress", {})
 
 
 @pytest.mark.smoke
@@ -24,13 +28,8 @@ def test_a_job_runs_from_apply_to_a_checkpoint_and_leaves_nothing(settings, kube
     assert len(pods(kubectl, name, "worker")) == 2
     assert kubectl.get("raycluster", cluster)["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
 
-    def progressed():
-        progress = (kubectl.get("rljob", name) or {}).get("status", {}).get("progress", {})
-        return progress if progress.get("step", 0) >= 1 else None
-
-    progress = wait_until(
-        "a step in status.progress", progressed, timeout_seconds=420, state=lambda: describe(kubectl, name)
-    )
+    job = wait_for_job(kubectl, name, "a step", lambda job: progress_of(job).get("step", 0) >= 1, timeout_seconds=420)
+    progress = progress_of(job)
     assert progress["totalSteps"] == 6
     assert progress["tokensPerSecond"] > 0
     row = kubectl.run("get", "rlj", name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import OPERATOR_NAMESPACE, describe, pods, wait_for_condition
+from conftest import OPERATOR_NAMESPACE, pods, wait_for_condition, wait_for_job
 from jobs import make_job
 from kubectl import condition, wait_until
 
@@ -12,11 +12,11 @@ LONG = 24
 
 
 def wait_for_checkpoint(kubectl, name, step):
-    def reached():
-        checkpoint = (kubectl.get("rljob", name) or {}).get("status", {}).get("checkpoint", {})
-        return checkpoint if checkpoint.get("step", 0) >= step else None
+    def reached(job):
+        return job.get("status", {}).get("checkpoint", {}).get("step", 0) >= step
 
-    return wait_until(f"checkpoint {step}", reached, timeout_seconds=500, state=lambda: describe(kubectl, name))
+    job = wait_for_job(kubectl, name, f"checkpoint {step}", reached, timeout_seconds=500)
+    return job["status"]["checkpoint"]
 
 
 @pytest.mark.parametrize("role", ["worker", "head"])
@@ -27,11 +27,7 @@ def test_a_lost_pod_starts_the_next_attempt_from_the_checkpoint(settings, kubect
     victim = pods(kubectl, name, role)[0]["metadata"]["name"]
     kubectl.run("delete", "pod", victim, "--grace-period=0", "--force", "--wait=false")
 
-    def second_attempt():
-        status = (kubectl.get("rljob", name) or {}).get("status", {})
-        return status if status.get("attempt", 0) >= 2 else None
-
-    wait_until("the second attempt", second_attempt, timeout_seconds=240, state=lambda: describe(kubectl, name))
+    wait_for_job(kubectl, name, "attempt 2", lambda job: job["status"].get("attempt", 0) >= 2, timeout_seconds=240)
     job = wait_for_condition(kubectl, name, "Succeeded", timeout_seconds=700)
     first, last = job["status"]["attempts"][0], job["status"]["attempts"][-1]
     assert first["reason"] in ("WorkerLost", "HeadLost", "RayJobLost", "Evicted", "Preempted"), first
