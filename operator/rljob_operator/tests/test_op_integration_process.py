@@ -31,6 +31,11 @@ async def test_process_serves_works_and_leaves_cleanly_on_sigterm(world: World):
             lambda job: job.get("status", {}).get("clusterGeneration") == 1, "a cluster", timeout_seconds=120
         )
         assert find_condition(job, "Validated")["status"] == "True"
+
+        async def is_made() -> bool:  # the status is written before the cluster is made
+            return len(await world.list_objects("apis/ray.io/v1/rayclusters")) == 1
+
+        await world.wait_until(is_made, "the RayCluster")
         async with aiohttp.ClientSession() as session:
             async with session.get(f"http://127.0.0.1:{health_port}/healthz") as response:
                 assert (response.status, await response.text()) == (200, "ok")
