@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+READS = ("get", "wait", "logs")
+UNREACHABLE = ("Unable to connect", "TLS handshake timeout", "connection refused", "request timed out")
 
 
 class KubectlError(AssertionError):
@@ -25,14 +27,22 @@ class Kubectl:
     namespace: str
 
     def run(self, *words: str, stdin: str | None = None, timeout_seconds: float = 60) -> str:
-        """stdout of `kubectl <words>`; raises KubectlError with stderr."""
+        """stdout of `kubectl <words>`; raises KubectlError with stderr.
+
+        A read that did not reach the API server is repeated: on two cores, starting pods can starve it for seconds.
+        """
         command = [self.binary, "--kubeconfig", self.kubeconfig, "--namespace", self.namespace, *words]
-        done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=timeout_seconds, check=False
-        )
-        if done.returncode:
-            raise KubectlError(f"kubectl {' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
-        return done.stdout
+        for pause_seconds in (2, 5, 10, 20, None):
+            done = subprocess.run(
+                command, input=stdin, capture_output=True, text=True, timeout=timeout_seconds, check=False
+            )
+            if done.returncode == 0:
+                return done.stdout
+            problem = done.stderr.strip() or done.stdout.strip()
+            if pause_seconds is None or words[0] not in READS or not any(word in problem for word in UNREACHABLE):
+                break
+            time.sleep(pause_seconds)
+        raise KubectlError(f"kubectl {' '.join(words)}: {problem}")
 
     def apply(self, document: dict[str, Any]) -> None:
         """`kubectl apply -f -` (client-side, as most users do)."""
