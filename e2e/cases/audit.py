@@ -8,8 +8,8 @@ from pathlib import Path
 
 WRITES = {"create", "update", "patch", "delete", "deletecollection"}
 APART = {"events", "leases"}
-PROGRESS_AGENT = "progress"
-"""The operator marks status writes that carry nothing but training progress in their User-Agent."""
+PROGRESS = "content=progress"
+"""The operator marks status writes that carry nothing but training progress in their URI."""
 
 
 def count_writes(audit_log: Path, account: str, job_name: str) -> Counter[str]:
@@ -26,7 +26,7 @@ def count_writes(audit_log: Path, account: str, job_name: str) -> Counter[str]:
             continue
         if reference.get("resource") in APART or not (name == job_name or name.startswith(f"{job_name}-")):
             continue
-        if PROGRESS_AGENT in event.get("userAgent", ""):
+        if PROGRESS in event.get("requestURI", ""):
             continue
         resource = "/".join(filter(None, (reference.get("resource"), reference.get("subresource"))))
         counted[f"{event['verb']} {resource}"] += 1

@@ -121,8 +121,8 @@ class Reconciler:
 
     async def _write_status(self, state: JobState, snapshot: Snapshot, old: RLJobStatus, new: RLJobStatus) -> bool:
         """Write the status if it changed. False: the object was not the one the plan was made from."""
-        wanted = dump_status(new)
-        if wanted == dump_status(old):
+        wanted, known = dump_status(new), dump_status(old)
+        if wanted == known:
             return True
         metadata = snapshot.document["metadata"]
         try:
@@ -133,6 +133,7 @@ class Reconciler:
                 resource_version=metadata["resourceVersion"],
                 uid=metadata["uid"],
                 status=wanted,
+                is_progress=_drop_progress(wanted) == _drop_progress(known),
             )
         except KubeError as error:
             # 404: deleted in between; the next round finds that out.
@@ -162,3 +163,8 @@ class Reconciler:
 def dump_status(status: RLJobStatus) -> Document:
     """The status as it is stored: absent instead of null."""
     return status.model_dump(mode="json", exclude_none=True)
+
+
+def _drop_progress(status: Document) -> Document:
+    """What is left of a stored status without the trainer's reports."""
+    return {key: value for key, value in status.items() if key not in ("progress", "checkpoint")}
