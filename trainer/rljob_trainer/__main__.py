@@ -137,6 +137,9 @@ def _run(job: ResolvedJob) -> int:
             port = server.start()
             console.note(f"progress, health and metrics on port {port}")
             Trainer(job, reporter, stop).run()
+        except SystemExit:
+            # While Ray starts, its own SIGTERM handler is in place of ours.
+            error = StopRequested("SIGTERM during the start")
         except Exception as caught:  # noqa: BLE001 - every end gets a result line
             error = caught
         outcome = judge(error)

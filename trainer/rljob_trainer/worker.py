@@ -129,16 +129,13 @@ class TrainWorker:
 
     def setup_reference(self) -> None:
         """The frozen reference: its own source, else a copy of the policy as it is now (after the warm start)."""
-        reference = self._job.spec.reference
-        source = reference.source if reference is not None else None
-        model = self._job.spec.model
-        self._reference = (
-            self._build_policy(source, None, "spec.reference.source")
-            if source is not None
-            else self._build_policy(model.source, model.revision, "spec.model.source")
-        )
+        model, reference = self._job.spec.model, self._job.spec.reference
+        source = model.source if reference is None or reference.source is None else reference.source
+        is_copy = source == model.source
+        field = "spec.model.source" if is_copy else "spec.reference.source"
+        self._reference = self._build_policy(source, model.revision if is_copy else None, field)
         self._reference.requires_grad_(False)
-        if source is None:
+        if is_copy:
             with torch.no_grad():
                 for target, origin in zip(self._reference.parameters(), self._policy.parameters(), strict=True):
                     local_target: Any = target

@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, R
 from rljob_trainer.errors import EngineDied, GPUMemoryError, TrainerError, TransientError
 
 POLL_SECONDS: Final = 0.5
+CAUSE_SECONDS: Final = 15.0
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,31 @@ def wait_for_all(
             try:
                 values[reference] = ray.get(reference, timeout=timeout_seconds)
             except (RayTaskError, RayActorError, ObjectLostError, OutOfMemoryError, GetTimeoutError) as error:
-                raise translate_error(error, references[reference]) from error
+                failure = translate_error(error, references[reference])
+                raise _find_cause(failure, references, pending) from error
         poll()
         if pending and time.monotonic() > deadline:
             raise _late([references[reference] for reference in pending], timeout_seconds, what)
     return [values[reference] for reference in references]
+
+
+def _find_cause(failure: BaseException, references: Mapping[Any, Actor], pending: list[Any]) -> BaseException:
+    """The lost actor behind an untyped failure, if there is one.
+
+    When a rank dies, its peers' collectives fail at once ("connection closed by peer"), seconds before Ray notices the
+    death; the peer is not the culprit.
+    """
+    deadline = time.monotonic() + CAUSE_SECONDS
+    while not isinstance(failure, TrainerError) and pending and time.monotonic() < deadline:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_SECONDS)
+        for reference in ready:
+            try:
+                ray.get(reference)
+            except (RayActorError, OutOfMemoryError) as error:
+                return translate_error(error, references[reference])
+            except RayTaskError:
+                continue  # another victim
+    return failure
 
 
 def iterate_streams(

@@ -131,6 +131,10 @@ class Worker:
         print("last words", flush=True)
         os._exit(3)
 
+    def die_later(self):
+        time.sleep(2)
+        os._exit(3)
+
     def hang(self):
         time.sleep(600)
 
@@ -181,6 +185,15 @@ def test_a_dead_rank_is_named_although_another_hangs(workers):
     references = {hanging.handle.hang.remote(): hanging, dying.handle.die.remote(): dying}
     with pytest.raises(TransientError, match=r"rank 1 \(node fd00::2\) is gone"):
         wait_for_all(references, timeout_seconds=300, what="test")
+
+
+@pytest.mark.ray
+def test_a_dead_rank_is_blamed_not_its_peer_whose_collective_broke(workers):
+    dying, peer = workers("rank 1"), workers("rank 0")
+    ray.get([actor.handle.answer.remote(0) for actor in (dying, peer)])
+    references = {peer.handle.crash.remote(): peer, dying.handle.die_later.remote(): dying}
+    with pytest.raises(TransientError, match="rank 1 is gone"):
+        wait_for_all(references, timeout_seconds=60, what="test")
 
 
 @pytest.mark.ray

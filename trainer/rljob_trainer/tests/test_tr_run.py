@@ -129,7 +129,8 @@ def test_a_whole_run_leaves_everything_in_place(uninterrupted, assets):
     assert all(row["num_samples"] == 16 for row in steps)
     # Two updates per rollout: the second one moves away from ratio 1, and the reference from KL 0.
     assert all(row["ratio_max_deviation"] > 1e-4 for row in steps[:-1])  # the last learning rate is 0
-    assert steps[0]["kl_mean"] < steps[-1]["kl_mean"]
+    # The reference is the policy after the warm start: step 1 starts at KL 0 to it.
+    assert steps[0]["kl_mean"] < min(0.1, steps[-1]["kl_mean"])
     assert [row["learning_rate"] for row in steps] == pytest.approx([3e-3 * (1 - step / 6) for step in range(1, 7)])
     exported = read_weights(run / "export" / "step-6")
     initial = read_weights(assets / "model")
@@ -167,7 +168,7 @@ def test_a_stopped_run_resumes_as_if_nothing_had_happened(uninterrupted, assets,
 
 def test_a_killed_engine_is_reported_with_its_exit_code(assets, tmp_path):
     run, log = tmp_path / "run", tmp_path / "run.log"
-    environment = write_job(assets, run, training={"total_steps": 10_000})
+    environment = write_job(assets, run, training={"total_steps": 10_000}, cluster={"ranks_per_node": 1})
     process = start(environment, log)
     wait_for_line(process, log, "train 1/")
     victims = [
@@ -175,7 +176,7 @@ def test_a_killed_engine_is_reported_with_its_exit_code(assets, tmp_path):
         for entry in Path("/proc").iterdir()
         if entry.name.isdigit() and is_engine_of(entry, process.pid)
     ]
-    assert len(victims) == 2
+    assert len(victims) == 1
     os.kill(victims[0], signal.SIGKILL)
     result = finish(process, log, 74)
     assert result.verdict.reason == "EngineDied"
