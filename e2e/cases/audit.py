@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 WRITES = {"create", "update", "patch", "delete", "deletecollection"}
 APART = {"events", "leases"}
@@ -12,8 +13,9 @@ PROGRESS = "content=progress"
 """The operator marks status writes that carry nothing but training progress in their URI."""
 
 
-def count_writes(audit_log: Path, account: str, job_name: str) -> Counter[str]:
+def count_writes(audit_log: Path, account: str, job: dict[str, Any]) -> Counter[str]:
     """Writes per `verb resource[/subresource]` for one job's objects; progress, Events and Leases apart."""
+    job_name, born = job["metadata"]["name"], job["metadata"]["creationTimestamp"]
     counted: Counter[str] = Counter()
     for line in audit_log.read_text().splitlines():
         try:
@@ -26,6 +28,8 @@ def count_writes(audit_log: Path, account: str, job_name: str) -> Counter[str]:
             continue
         if reference.get("resource") in APART or not (name == job_name or name.startswith(f"{job_name}-")):
             continue
+        if event["requestReceivedTimestamp"][:19] < born.rstrip("Z"):
+            continue  # an earlier job of that name
         if PROGRESS in event.get("requestURI", ""):
             continue
         resource = "/".join(filter(None, (reference.get("resource"), reference.get("subresource"))))

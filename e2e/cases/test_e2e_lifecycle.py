@@ -37,7 +37,8 @@ def test_a_job_runs_from_apply_to_a_checkpoint_and_leaves_nothing(settings, kube
     assert "REWARD" in row
 
     kubectl.run("wait", "--for=condition=Succeeded", f"rljob/{name}", "--timeout=400s", timeout_seconds=420)
-    status = kubectl.get("rljob", name)["status"]
+    job = kubectl.get("rljob", name)
+    status = job["status"]
     assert status["progress"]["step"] == 6
     assert status["checkpoint"]["step"] == 6
     assert status["attempts"][-1]["outcome"] == "Succeeded"
@@ -49,7 +50,7 @@ def test_a_job_runs_from_apply_to_a_checkpoint_and_leaves_nothing(settings, kube
     assert kubectl.get("rljob", name), "a finished job stays until it is deleted"
 
     if settings.audit_log is not None:
-        writes = count_writes(settings.audit_log, settings.operator_account, name)
+        writes = count_writes(settings.audit_log, settings.operator_account, job)
         print(f"\nAPI writes: {sum(writes.values())} {dict(writes)}")
         assert 0 < sum(writes.values()) <= MAX_WRITES_PER_JOB, writes
 
