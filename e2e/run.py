@@ -20,6 +20,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "e2e" / "cluster"))
 
 from testcluster import addons, images, lifecycle, product  # noqa: E402
+from testcluster.archive import file_digest  # noqa: E402
 from testcluster.config import JOB_NAMESPACE, OPERATOR_NAMESPACE, ClusterConfig, IPFamily, cluster_config  # noqa: E402
 from testcluster.errors import ClusterError  # noqa: E402
 from testcluster.toolchain import say, tools_dir  # noqa: E402
@@ -29,8 +30,11 @@ HELM_DEADLINE_SECONDS = 240
 CASES_DEADLINE_SECONDS = 3600
 
 
-def install_chart(config: ClusterConfig, image: str) -> None:
-    """`helm upgrade --install` of the real chart with the image built from the real Dockerfile."""
+def install_chart(config: ClusterConfig, image: str, image_digest: str) -> None:
+    """`helm upgrade --install` of the real chart with the image built from the real Dockerfile.
+
+    The digest in the pods' annotations rolls them when the image behind the fixed tag changed.
+    """
     repository, tag = image.rsplit(":", 1)
     registry, repository = repository.split("/", 1)
     values = {
@@ -39,12 +43,17 @@ def install_chart(config: ClusterConfig, image: str) -> None:
         "image.tag": tag,
         "image.pullPolicy": "Never",
         "fullnameOverride": "rljob",
+        "podAnnotations.e2e-image-digest": image_digest[:12],
         # Two cores carry the control plane and the training: the API server may be silent for longer than the default
         # renew deadline of 10 s, and a leader that loses its Lease restarts with the kubelet's growing delay.
         "extraArgs[0]": "--lease-seconds=60",
         "extraArgs[1]": "--lease-renew-deadline-seconds=40",
     }
-    settings = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    settings = [
+        word
+        for key, value in values.items()
+        for word in ("--set-string" if "Annot" in key else "--set", f"{key}={value}")
+    ]
     home = config.run_dir / "helm"
     environment = os.environ | {f"HELM_{kind}_HOME": str(home / kind.lower()) for kind in ("CACHE", "CONFIG", "DATA")}
     command = [
@@ -71,7 +80,8 @@ def run_on_test_cluster(family: IPFamily, arguments: list[str], *, keep: bool) -
     try:
         lifecycle.up(config)
         addons.ensure_volume(config)
-        install_chart(config, product.ensure_operator_image(config))
+        image = product.ensure_operator_image(config)
+        install_chart(config, image, file_digest(images.images_dir() / "operator.tar"))
         say(f"operator installed on {config.name} ({time.monotonic() - start:.0f} s since start)")
         environment = {
             "KUBECONFIG": str(config.kubeconfig),

@@ -47,9 +47,9 @@ def write_report(draft: Draft, attempt: AttemptStatus, report: Progress) -> None
     if newest is None:
         return
     draft.status.checkpoint = newest
-    draft.set(
-        ConditionType.CHECKPOINT_AVAILABLE, "True", "CheckpointPublished", f"newest complete checkpoint: {newest.path}"
-    )
+    # Not the step: a condition that moves with every checkpoint would be a transition each time, not progress.
+    message = "a complete checkpoint is on the volume: see status.checkpoint"
+    draft.set(ConditionType.CHECKPOINT_AVAILABLE, "True", "CheckpointPublished", message)
 
 
 def write_report_if_due(draft: Draft) -> None:
