@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import ray
+from ray.exceptions import RayError
 
 from rljob_api.contract import ResolvedJob
 from rljob_trainer.batching import BatchPlan, plan_batches
@@ -174,8 +175,10 @@ class Dispatcher:
         ready, _ = ray.wait([self._probe], timeout=0)
         if ready:
             self._probe = None
-            # A failed probe is a dead rank; the wait that polls reports it with its name.
-            progress = ray.get(ready[0])
+            try:
+                progress = ray.get(ready[0])
+            except RayError:
+                return  # a dead rank: the wait that polls reports it, by name
             if progress != self._progress_seen:
                 self._progress_seen = progress
                 self._heartbeat()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from rljob_api.v1alpha1.model import Toggle
 from rljob_trainer.checkpoint.export import export_policy
 from rljob_trainer.checkpoint.records import FileRecord
 from rljob_trainer.checkpoint.state import gather_full_weights, load_state, save_state
+from rljob_trainer.distributed.location import ActorLocation, locate_this_actor
 from rljob_trainer.distributed.network import choose_interface, is_loopback, set_interface
 from rljob_trainer.distributed.process_group import Rendezvous, join_process_group, start_store
 from rljob_trainer.errors import ConfigurationError
@@ -31,22 +30,6 @@ from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics
 from rljob_trainer.sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, combine_checksums, compute_tensor_checksum
 from rljob_trainer.sync.gather import gather_buckets
 from rljob_trainer.update import LossSettings, Ranks, apply_update, compute_row_log_probs
-
-
-@dataclass(frozen=True)
-class WorkerLocation:
-    """Where an actor runs; ranks are numbered by (address, node, GPU)."""
-
-    address: str
-    node_id: str
-    gpu_ids: tuple[str, ...]
-    hostname: str
-    pid: int
-
-    @property
-    def sort_key(self) -> tuple[str, str, list[tuple[int, str]], int]:
-        """GPU ids sort as numbers ("10" after "9"), without GPUs by process."""
-        return (self.address, self.node_id, [(len(gpu), gpu) for gpu in self.gpu_ids], self.pid)
 
 
 class TrainWorker:
@@ -61,16 +44,9 @@ class TrainWorker:
         quiet_libraries()
         torch.set_num_threads(num_threads)
 
-    def locate(self) -> WorkerLocation:
+    def locate(self) -> ActorLocation:
         """Where this actor runs."""
-        context = ray.get_runtime_context()
-        return WorkerLocation(
-            address=ray.util.get_node_ip_address(),
-            node_id=context.get_node_id(),
-            gpu_ids=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
-            hostname=socket.gethostname(),
-            pid=os.getpid(),
-        )
+        return locate_this_actor()
 
     def count_progress(self) -> int:
         """Finished micro-batches so far; answers while the rank works."""

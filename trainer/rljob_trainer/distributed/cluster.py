@@ -12,13 +12,14 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rljob_api.contract import ResolvedJob
+from rljob_trainer.distributed.location import ActorLocation
 from rljob_trainer.distributed.placement import CPUS_PER_RANK, reserve_ranks, wait_for_nodes
 from rljob_trainer.distributed.ray_connection import read_last_log_lines
 from rljob_trainer.distributed.waiting import Actor, get_value, wait_for_all
 from rljob_trainer.engines.actor import EngineActor
 from rljob_trainer.engines.contract import EngineSettings
 from rljob_trainer.update import LossSettings
-from rljob_trainer.worker import TrainWorker, WorkerLocation
+from rljob_trainer.worker import TrainWorker
 
 START_DEADLINE_SECONDS: Final = 600.0
 """Importing torch on a cold, shared file system and loading weights."""
@@ -113,30 +114,29 @@ def start_cluster(
     worker_class = ray.remote(concurrency_groups={CONTROL_GROUP: 1})(TrainWorker)
     engine_class = ray.remote(concurrency_groups={CONTROL_GROUP: 2})(EngineActor)
     owners = [node for node in nodes for _ in range(layout.ranks_per_node)]
-    starting = [
-        Actor(
-            worker_class.options(**actor_options(bundle)).remote(job, num_threads),
-            f"trainer process {bundle} on node {owners[bundle].address}",
-            owners[bundle].node_id,
-        )
-        for bundle in range(layout.world_size)
+    # Trainer and engine processes start together: importing torch is most of the time until the first step.
+    trainers = [
+        Actor(worker_class.options(**actor_options(bundle)).remote(job, num_threads), f"trainer {bundle}", node.node_id)
+        for bundle, node in enumerate(owners)
     ]
-    locations: list[WorkerLocation] = wait_for_all(
-        {actor.handle.locate.remote(): actor for actor in starting},
+    replicas = [
+        Actor(engine_class.options(**actor_options(bundle)).remote(job.engine), f"engine {bundle}", node.node_id, True)
+        for bundle, node in enumerate(owners)
+    ]
+    located: list[ActorLocation] = wait_for_all(
+        {actor.handle.locate.remote(): actor for actor in [*trainers, *replicas]},
         timeout_seconds=START_DEADLINE_SECONDS,
-        what="start of the trainer processes",
+        what=f"start of trainer and engine processes on {', '.join(node.address for node in nodes)}",
         poll=poll,
     )
-    bundles = sorted(range(layout.world_size), key=lambda bundle: locations[bundle].sort_key)
-    ranks = [_name_rank(rank, starting[bundle].handle, locations[bundle]) for rank, bundle in enumerate(bundles)]
-    starting_engines = [
-        Actor(
-            engine_class.options(**actor_options(bundles[rank])).remote(job.engine),
-            f"engine {rank // layout.tensor_parallel_size} on node {ranks[rank].node_id}",
-            ranks[rank].node_id,
-            is_engine=True,
-        )
-        for rank in range(0, layout.world_size, layout.tensor_parallel_size)
+    places, engine_places = located[: layout.world_size], located[layout.world_size :]
+    bundles = sorted(range(layout.world_size), key=lambda bundle: places[bundle].sort_key)
+    ranks = [
+        Actor(trainers[bundle].handle, places[bundle].describe(f"rank {rank}"), places[bundle].node_id)
+        for rank, bundle in enumerate(bundles)
+    ]
+    engines = [
+        _name_engine(index, replicas[bundle].handle, engine_places[bundle]) for index, bundle in enumerate(bundles)
     ]
 
     settings = EngineSettings(
@@ -156,7 +156,6 @@ def start_cluster(
         actor.handle.setup.remote(rank, rendezvous, loss, START_DEADLINE_SECONDS): actor
         for rank, actor in enumerate(ranks)
     }
-    engines = _locate_engines(starting_engines, poll)
     start = {actor.handle.start.remote(settings): actor for actor in engines}
     facts = wait_for_all(setup | start, timeout_seconds=START_DEADLINE_SECONDS, what="loading the model", poll=poll)
     by_node: dict[str, list[Actor]] = {}
@@ -165,29 +164,11 @@ def start_cluster(
     return Cluster(ranks, engines, by_node, placement, facts[0]["num_parameters"])
 
 
-def _name_rank(rank: int, handle: Any, location: WorkerLocation) -> Actor:
-    gpu = f", GPU {','.join(location.gpu_ids)}" if location.gpu_ids else ""
+def _name_engine(index: int, handle: Any, place: ActorLocation) -> Actor:
     return Actor(
         handle,
-        f"rank {rank} (node {location.address}{gpu}, host {location.hostname}, pid {location.pid})",
-        location.node_id,
+        place.describe(f"engine {index}"),
+        place.node_id,
+        is_engine=True,
+        describe_log=functools.partial(read_last_log_lines, place.node_id, place.address, place.pid),
     )
-
-
-def _locate_engines(engines: Sequence[Actor], poll: Callable[[], None]) -> list[Actor]:
-    located = wait_for_all(
-        {actor.handle.locate.remote(): actor for actor in engines},
-        timeout_seconds=START_DEADLINE_SECONDS,
-        what="start of the engine processes",
-        poll=poll,
-    )
-    return [
-        Actor(
-            actor.handle,
-            f"engine {index} (node {place['address']}, pid {place['pid']})",
-            place["node_id"],
-            is_engine=True,
-            describe_log=functools.partial(read_last_log_lines, place["node_id"], place["address"], place["pid"]),
-        )
-        for index, (actor, place) in enumerate(zip(engines, located, strict=True))
-    ]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-import ray
 
 from rljob_api.v1alpha1.rollout import Engine
+from rljob_trainer.distributed.location import ActorLocation, locate_this_actor
 from rljob_trainer.engines.contract import (
     EngineAdapter,
     EngineHealth,
@@ -38,13 +35,9 @@ class EngineActor:
         quiet_libraries()
         self._adapter = ADAPTERS[engine]()
 
-    def locate(self) -> dict[str, Any]:
-        """Node and process, for messages and logs."""
-        return {
-            "address": ray.util.get_node_ip_address(),
-            "node_id": ray.get_runtime_context().get_node_id(),
-            "pid": os.getpid(),
-        }
+    def locate(self) -> ActorLocation:
+        """Where this actor runs."""
+        return locate_this_actor()
 
     def start(self, settings: EngineSettings) -> EngineInfo:
         """Load the model."""

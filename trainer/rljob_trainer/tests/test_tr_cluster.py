@@ -9,10 +9,10 @@ import ray
 
 from rljob_api.contract import Layout
 from rljob_trainer.distributed import network
+from rljob_trainer.distributed.location import ActorLocation
 from rljob_trainer.distributed.placement import NodeResources, choose_nodes, read_nodes
 from rljob_trainer.distributed.waiting import Actor, get_value, iterate_streams, wait_for_all
 from rljob_trainer.errors import ConfigurationError, DataError, EngineDied, StopRequested, TransientError
-from rljob_trainer.worker import WorkerLocation
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_dead_nodes_do_not_count():
 
 def test_ranks_follow_addresses_and_gpu_numbers():
     def place(address, gpu):
-        return WorkerLocation(address, "node", (gpu,), "host", 1)
+        return ActorLocation(address, "node", (gpu,), "host", 1)
 
     places = [place("10.0.0.3", "0"), place("10.0.0.2", "10"), place("10.0.0.2", "9")]
     ordered = sorted(places, key=lambda location: location.sort_key)
