@@ -23,7 +23,7 @@ from rljob_trainer.experience import build_rows, fill_advantages, summarise
 from rljob_trainer.inputs import load_inputs
 from rljob_trainer.optimization import compute_learning_rate
 from rljob_trainer.reporting import RunReporter, StepReport
-from rljob_trainer.resume import ResumePoint, choose_resume_point
+from rljob_trainer.resume import ResumePoint, choose_resume_point, describe_start
 from rljob_trainer.rewards import RewardService
 from rljob_trainer.rollout import RolloutPlan, RolloutRunner, ScoredSample
 from rljob_trainer.rows import TrainRow, UpdateMetrics
@@ -104,7 +104,7 @@ class Trainer:
             total_steps=self._total_steps,
             resumed_from=resume.checkpoint if resume is not None and is_resumed else None,
             num_parameters=self._cluster.num_parameters,
-            note=_describe_start(resume),
+            note=describe_start(resume),
         )
         self._sync_weights()
         evaluation, checkpoint = self._spec.evaluation, self._spec.checkpoint
@@ -298,9 +298,3 @@ class Trainer:
         with self._reporter.phase(TrainerPhase.EXPORT):
             self._dispatcher.export(target)
         self._reporter.note(f"exported to {target}")
-
-
-def _describe_start(resume: ResumePoint | None) -> str:
-    if resume is None:
-        return "from the beginning"
-    return f"resumed from {resume.checkpoint.path}" if resume.is_own else f"weights of {resume.checkpoint.path}"

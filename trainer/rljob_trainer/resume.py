@@ -72,3 +72,10 @@ def choose_resume_point(
             "start anew"
         )
     return None
+
+
+def describe_start(resume: ResumePoint | None) -> str:
+    """Where the run starts from, for the log."""
+    if resume is None:
+        return "from the beginning"
+    return f"resumed from {resume.checkpoint.path}" if resume.is_own else f"weights of {resume.checkpoint.path}"
