@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from rljob_api.contract import Progress
-from rljob_api.v1alpha1.status import AttemptStatus, CheckpointStatus, ConditionType
+from rljob_api.v1alpha1.status import AttemptStatus, CheckpointStatus, ConditionType, ProgressStatus
 from rljob_operator.plan.draft import Draft
 from rljob_operator.plan.times import compute_elapsed_seconds
 from rljob_operator.plan.types import RayJobFound
@@ -41,7 +41,7 @@ def measure_silence_seconds(draft: Draft, attempt: AttemptStatus, report: Progre
 
 def write_report(draft: Draft, attempt: AttemptStatus, report: Progress) -> None:
     """Take the report over: progress, newest checkpoint, where the attempt resumed."""
-    draft.status.progress = report.progress
+    draft.status.progress = round_statistics(report.progress)
     attempt.resumed_from_step = report.resumed_from_step
     newest = pick_newer_checkpoint(draft.status.checkpoint, report.checkpoint)
     if newest is None:
@@ -50,6 +50,17 @@ def write_report(draft: Draft, attempt: AttemptStatus, report: Progress) -> None
     # Not the step: a condition that moves with every checkpoint would be a transition each time, not progress.
     message = "a complete checkpoint is on the volume: see status.checkpoint"
     draft.set(ConditionType.CHECKPOINT_AVAILABLE, "True", "CheckpointPublished", message)
+
+
+def round_statistics(progress: ProgressStatus) -> ProgressStatus:
+    """Four significant digits: the status is for people and its columns print what is stored."""
+
+    def shorten(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shorten(item) for key, item in value.items()}
+        return float(f"{value:.4g}") if isinstance(value, float) else value
+
+    return ProgressStatus.model_validate(shorten(progress.model_dump()))
 
 
 def write_report_if_due(draft: Draft) -> None:

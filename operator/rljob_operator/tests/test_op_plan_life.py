@@ -7,7 +7,8 @@ from dataclasses import replace
 from plan_world import TOTAL_STEPS, UID, World, make_spec
 
 from rljob_api.findings import Finding, Severity
-from rljob_api.v1alpha1.status import ConditionType
+from rljob_api.v1alpha1.status import ConditionType, PhaseSeconds, ProgressStatus
+from rljob_operator.plan.progress import round_statistics
 from rljob_operator.plan.types import (
     DeleteCluster,
     EnsureClusterObjects,
@@ -372,3 +373,14 @@ def test_cluster_that_cannot_be_deleted_does_not_lend_its_name_to_the_next():
 
 def _assert_empty(world):
     assert world.clusters == {}
+
+
+def test_statistics_are_stored_with_four_significant_digits():
+    exact = ProgressStatus(
+        step=12345, tokens_per_second=6154.743762556613, reward_mean=0.8125, phase_seconds=PhaseSeconds(rollout=1 / 3)
+    )
+    rounded = round_statistics(exact)
+    assert rounded.step == 12345
+    assert rounded.tokens_per_second == 6155
+    assert rounded.reward_mean == 0.8125
+    assert rounded.phase_seconds == PhaseSeconds(rollout=0.3333)
