@@ -25,7 +25,7 @@ def parse_quantity(text: str) -> Fraction:
     """
     if re.match(QUANTITY_PATTERN, text) is None:
         raise ValueError(f"{text!r} is not a quantity; quantities look like 16Gi or 500m")
-    number = text.rstrip("mkMGTPEi")
+    number = text.rstrip("mkKMGTPEi")
     return Fraction(number) * _FACTORS[text[len(number) :]]
 
 
