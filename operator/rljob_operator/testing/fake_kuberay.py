@@ -161,7 +161,10 @@ class FakeKubeRay:
             "spec": template["spec"],
         }
         await self.request("POST", f"/api/v1/namespaces/{self._namespace}/pods", pod)
-        await self.set_pod_status(name, self._build_pod_status(template))
+        status = self._build_pod_status(template)
+        if role == "head" and _is_ready({"status": status}):  # it serves before its probe says so
+            self._ray.start_head(self._namespace, metadata["name"], await self._read_token(cluster))
+        await self.set_pod_status(name, status)
 
     def _build_pod_status(self, template: Mapping[str, Any]) -> dict[str, Any]:
         if self.unschedulable:
