@@ -72,9 +72,13 @@ tools: venv ## Fetch or build what the tests need: kubectl, helm, Prometheus, et
 	  $(TOOLCHAIN) $$what || [ "$$CI" != true ] || exit 1; \
 	done
 
+# Many tests wait for servers: two processes suit two cores.
+PYTEST_WORKERS ?= 2
+
 .PHONY: test
-test: tools ## All tests except the end-to-end cases
-	KUBEBUILDER_ASSETS="$(ENVTEST_ASSETS)" $(BIN)/pytest -q -m "not e2e" --durations=15
+test: tools ## All tests except the end-to-end cases (PYTEST_WORKERS processes)
+	KUBEBUILDER_ASSETS="$(ENVTEST_ASSETS)" \
+	  $(BIN)/pytest -q -m "not e2e" --numprocesses $(PYTEST_WORKERS) --dist loadfile --durations=15
 
 .PHONY: test-unit
 test-unit: venv ## Only tests that need no program beside Python
