@@ -95,3 +95,17 @@ def make_loss(**overrides: Any) -> LossSettings:
         **overrides,
     }
     return LossSettings(**values)
+
+
+def assert_same_gradient(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Equal to 1e-5 as a whole and tensor by tensor.
+
+    Key biases cancel in the softmax: their gradient is the rounding of large terms, so a tensor is measured against at
+    least a hundredth of the whole.
+    """
+    assert set(gradients) == set(expected)
+    total = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    differences = {name: (gradient - expected[name]).norm() for name, gradient in gradients.items()}
+    assert torch.stack(list(differences.values())).norm() <= 1e-5 * total
+    for name, difference in differences.items():
+        assert difference <= 1e-5 * torch.maximum(expected[name].norm(), 1e-2 * total), name
