@@ -76,13 +76,13 @@ tools: venv ## Fetch or build what the tests need: kubectl, helm, Prometheus, et
 PYTEST_WORKERS ?= 2
 
 .PHONY: test
-test: tools ## All tests except the end-to-end cases (PYTEST_WORKERS processes)
+test: tools ## All tests except end-to-end, learning and engine tests (PYTEST_WORKERS processes)
 	KUBEBUILDER_ASSETS="$(ENVTEST_ASSETS)" \
-	  $(BIN)/pytest -q -m "not e2e" --numprocesses $(PYTEST_WORKERS) --dist loadfile --durations=15
+	  $(BIN)/pytest -q -m "not e2e and not learning and not engines" --numprocesses $(PYTEST_WORKERS) --dist loadfile --durations=15
 
 .PHONY: test-unit
 test-unit: venv ## Only tests that need no program beside Python
-	$(BIN)/pytest -q -m "not e2e and not integration and not ray and not slow"
+	$(BIN)/pytest -q -m "not e2e and not integration and not ray and not slow and not learning and not engines"
 
 .PHONY: demo
 demo: venv ## Train the quickstart on this machine: about five minutes on two cores
