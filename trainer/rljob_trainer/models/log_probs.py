@@ -24,6 +24,12 @@ def compute_entropy(logits_CV: Tensor) -> Tensor:
     return -(torch.where(possible_CV, safe_CV.exp(), torch.zeros_like(safe_CV)) * safe_CV).sum(dim=-1)
 
 
+def compute_sum_pi_squared(logits_CV: Tensor) -> Tensor:
+    """Sum over the vocabulary of squared probabilities (C,), float32: exp(logsumexp(2 z) - 2 logsumexp(z))."""
+    logits_CV = logits_CV.float()
+    return (torch.logsumexp(2 * logits_CV, dim=-1) - 2 * torch.logsumexp(logits_CV, dim=-1)).exp()
+
+
 def compute_log_probs(
     hidden_RE: Tensor,
     labels_R: Tensor,
@@ -32,8 +38,11 @@ def compute_log_probs(
     temperature: float,
     with_entropy_gradient: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
+    statistic: Callable[[Tensor], Tensor] = compute_entropy,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each label and entropy, both (R,) float32, of softmax(head(hidden) / temperature).
+
+    `statistic` replaces the entropy by another function of the tempered logits, (C, V) -> (C,).
 
     The engine samples from the same tempered distribution, so both sides of the importance ratio agree (TRL 4159).
     Chunks beyond the first are recomputed in the backward pass: memory is chunk_tokens x V, never R x V.
@@ -43,7 +52,7 @@ def compute_log_probs(
         logits_CV = head(hidden_CE).float() / temperature
         log_probs_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1) - torch.logsumexp(logits_CV, dim=-1)
         with torch.set_grad_enabled(torch.is_grad_enabled() and with_entropy_gradient):
-            entropy_C = compute_entropy(logits_CV)
+            entropy_C = statistic(logits_CV)
         return log_probs_C, entropy_C
 
     num_tokens = hidden_RE.shape[0]

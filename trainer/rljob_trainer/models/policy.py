@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rljob_api.v1alpha1.model import DType
 from rljob_trainer.errors import ConfigurationError
-from rljob_trainer.models.log_probs import CHUNK_TOKENS, compute_log_probs
+from rljob_trainer.models.log_probs import CHUNK_TOKENS, compute_entropy, compute_log_probs
 from rljob_trainer.models.packed_attention import ATTENTION_NAME
 from rljob_trainer.models.packed_batch import PackedBatch
 
@@ -36,9 +37,17 @@ class PolicyModel(nn.Module):
         """Decoder blocks in order: the units of sharding, gathering and recomputation."""
 
     def forward(
-        self, batch: PackedBatch, *, temperature: float, with_entropy_gradient: bool = False
+        self,
+        batch: PackedBatch,
+        *,
+        temperature: float,
+        with_entropy_gradient: bool = False,
+        statistic: Callable[[Tensor], Tensor] = compute_entropy,
     ) -> tuple[Tensor, Tensor]:
-        """(log_probs_R, entropy_R), float32. All parameters are used here, inside the sharded root's forward."""
+        """(log_probs_R, entropy_R), float32. All parameters are used here, inside the sharded root's forward.
+
+        `statistic`: another function of the tempered logits in place of the entropy.
+        """
         causal_lm: Any = self.causal_lm
         output = causal_lm.base_model(
             input_ids=batch.input_ids_1N,
@@ -54,6 +63,7 @@ class PolicyModel(nn.Module):
             temperature=temperature,
             with_entropy_gradient=with_entropy_gradient,
             chunk_tokens=self.chunk_tokens,
+            statistic=statistic,
         )
 
     def _head(self, hidden_CE: Tensor) -> Tensor:
