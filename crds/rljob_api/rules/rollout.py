@@ -7,6 +7,7 @@ from typing import Final
 
 from rljob_api.findings import Finding, FindingReason, make_error, make_warning
 from rljob_api.rules.context import Rule, RuleContext, is_changed
+from rljob_api.targets import Target
 from rljob_api.v1alpha1.rollout import Engine
 
 # Argument -> field that decides it. Names of sglang ServerArgs 0.5.x and vLLM EngineArgs 0.24.
@@ -52,9 +53,19 @@ OWNED_ENGINE_ARGS: Final[dict[Engine, dict[str, str]]] = {
 
 
 def check_engine_device(context: RuleContext) -> Iterable[Finding]:
-    """SGLang and vLLM share GPUs with the trainer; the engine is never switched silently."""
+    """SGLang and vLLM share GPUs with the trainer; the engine is never switched silently.
+
+    A local run may have an engine built for CPUs installed; the catalogue's images have none.
+    """
     spec = context.spec
     if spec.rollout.engine is not Engine.NATIVE and spec.cluster.gpus_per_node == 0:
+        if context.target is Target.LOCAL:
+            yield make_warning(
+                "spec.rollout.engine",
+                f"{spec.rollout.engine} without GPUs needs a build of it for CPUs in this environment "
+                "(requirements/engines/build.sh makes one), and is far slower than engine: Native for small models",
+            )
+            return
         yield make_error(
             "spec.rollout.engine",
             f"{spec.rollout.engine} needs GPUs and spec.cluster.gpusPerNode is 0; use engine: Native, or give GPUs, "
