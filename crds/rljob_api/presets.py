@@ -30,6 +30,13 @@ DEFAULTS_OF_LOSS: Final[dict[PolicyLoss, LossDefaults]] = {
     PolicyLoss.GSPO: LossDefaults(3e-4, 4e-4, LossAggregation.SEQUENCE_MEAN_TOKEN_MEAN),
     # SAPO (arXiv 2511.20347) averages per sequence and has a soft gate instead of a clip range.
     PolicyLoss.SAPO: LossDefaults(loss_aggregation=LossAggregation.SEQUENCE_MEAN_TOKEN_MEAN),
+    # arXiv 2507.20673: the log-ratio stays within +-0.4; the loss is one product per sequence.
+    PolicyLoss.GMPO: LossDefaults(0.4, 0.4, LossAggregation.SEQUENCE_MEAN_TOKEN_MEAN),
+    # arXiv 2602.04879: bounds of a divergence, not of a ratio.
+    PolicyLoss.DPPO_TV: LossDefaults(0.15, 0.15),
+    PolicyLoss.DPPO_KL: LossDefaults(0.05, 0.05),
+    # arXiv 2505.22617: the covariance decides which tokens are clipped, the ratio only in the extreme.
+    PolicyLoss.CLIP_COV: LossDefaults(1.0, 1.0),
 }
 
 
@@ -87,6 +94,32 @@ GROUP_ESTIMATORS: Final = frozenset(
 
 STD_ESTIMATORS: Final = frozenset({AdvantageEstimator.GRPO, AdvantageEstimator.GRPO_PASS_K, AdvantageEstimator.GDPO})
 """Estimators that read `normalizeByStd`."""
+
+CLIPPED_LOSSES: Final = frozenset(
+    {
+        PolicyLoss.PPO_CLIP,
+        PolicyLoss.GSPO,
+        PolicyLoss.CISPO,
+        PolicyLoss.GMPO,
+        PolicyLoss.DPPO_TV,
+        PolicyLoss.DPPO_KL,
+        PolicyLoss.CLIP_COV,
+    }
+)
+"""Losses that read `clip.low` and `clip.high`."""
+
+READERS_OF_LOSS_OPTIONS: Final[dict[str, frozenset[PolicyLoss]]] = {
+    "sapo_tau_positive": frozenset({PolicyLoss.SAPO}),
+    "sapo_tau_negative": frozenset({PolicyLoss.SAPO}),
+    "dro_beta": frozenset({PolicyLoss.DRO}),
+    "dppo_ratio_cap": frozenset({PolicyLoss.DPPO_TV, PolicyLoss.DPPO_KL}),
+    "clip_cov_fraction": frozenset({PolicyLoss.CLIP_COV}),
+    "clip_cov_low": frozenset({PolicyLoss.CLIP_COV}),
+    "clip_cov_high": frozenset({PolicyLoss.CLIP_COV}),
+    "kl_cov_fraction": frozenset({PolicyLoss.KL_COV}),
+    "kl_cov_coefficient": frozenset({PolicyLoss.KL_COV}),
+}
+"""Which losses read a field of `lossOptions`."""
 
 DISCOUNTED_ESTIMATORS: Final = frozenset({AdvantageEstimator.GAE, AdvantageEstimator.REINFORCE_PLUS_PLUS})
 """Estimators that read `gamma`."""

@@ -17,6 +17,7 @@ from rljob_api.rules.context import Rule, RuleContext
 from rljob_api.rules.data import DATA_RULES
 from rljob_api.rules.environment import ENVIRONMENT_RULES
 from rljob_api.rules.lifecycle import LIFECYCLE_RULES
+from rljob_api.rules.losses import LOSS_RULES
 from rljob_api.rules.pods import POD_RULES
 from rljob_api.rules.rollout import ROLLOUT_RULES
 from rljob_api.rules.sizes import SIZE_RULES
@@ -28,6 +29,7 @@ __all__ = ["RULES", "Rule", "RuleContext", "Target", "check_job"]
 RULES: Final[tuple[Rule, ...]] = (
     *LIFECYCLE_RULES,
     *ALGORITHM_RULES,
+    *LOSS_RULES,
     *DATA_RULES,
     *ROLLOUT_RULES,
     *SIZE_RULES,

@@ -11,10 +11,16 @@ from rljob_api.rules.context import Rule, RuleContext, is_changed
 from rljob_api.v1alpha1.algorithm import (
     AdvantageEstimator,
     KLControllerType,
+    KLEstimator,
     KLPlacement,
     PolicyLoss,
-    RolloutCorrectionLevel,
 )
+
+VALUE_OF_STRAIGHT_THROUGH: Final = {
+    KLEstimator.K1_STRAIGHT_THROUGH: KLEstimator.K1,
+    KLEstimator.ABS_STRAIGHT_THROUGH: KLEstimator.ABS,
+    KLEstimator.K3_STRAIGHT_THROUGH: KLEstimator.K3,
+}
 
 
 def check_group_size(context: RuleContext) -> Iterable[Finding]:
@@ -68,6 +74,21 @@ def check_kl(context: RuleContext) -> Iterable[Finding]:
             "0 loads the reference model only to report KL; set kl.placement: None to save its memory, or for example "
             "0.001",
         )
+    if kl.placement is KLPlacement.REWARD and kl.estimator in VALUE_OF_STRAIGHT_THROUGH:
+        value = VALUE_OF_STRAIGHT_THROUGH[kl.estimator]
+        yield make_warning(
+            f"{path}.estimator",
+            f"{kl.estimator} differs from {value} in the gradient only, and a reward has none; use {value}, or "
+            "kl.placement: Loss",
+            FindingReason.NO_EFFECT,
+        )
+    if kl.placement is KLPlacement.REWARD and context.estimator is AdvantageEstimator.GDPO:
+        yield make_error(
+            f"{path}.placement",
+            "GDPO normalises each reward function by itself, which leaves no place for a KL reward; use "
+            "kl.placement: Loss",
+            FindingReason.CONFLICT,
+        )
     if kl.controller.type is KLControllerType.ADAPTIVE and kl.placement is KLPlacement.LOSS:
         yield make_error(
             f"{path}.controller.type",
@@ -102,18 +123,6 @@ def check_unused_estimator_fields(context: RuleContext) -> Iterable[Finding]:
         )
 
 
-def check_dual_clip(context: RuleContext) -> Iterable[Finding]:
-    """The bound for negative advantages of PPOClip, and the ratio cap of DPPO."""
-    algorithm = context.algorithm
-    readers = (PolicyLoss.PPO_CLIP, PolicyLoss.DPPO_TV, PolicyLoss.DPPO_KL)
-    if is_changed(context.spec.algorithm.clip, "dual") and algorithm.policy_loss not in readers:
-        yield make_warning(
-            "spec.algorithm.clip.dual",
-            f"has no effect with {algorithm.policy_loss}; remove it, or set policyLoss: PPOClip",
-            FindingReason.NO_EFFECT,
-        )
-
-
 def check_loss_without_ratio(context: RuleContext) -> Iterable[Finding]:
     """GPG has no importance ratio: its gradient is biased from the second update of a rollout on."""
     training = context.spec.training
@@ -129,7 +138,15 @@ def check_loss_without_ratio(context: RuleContext) -> Iterable[Finding]:
 def check_dynamic_sampling(context: RuleContext) -> Iterable[Finding]:
     """Constant groups can only be dropped where there are groups."""
     sampling = context.algorithm.dynamic_sampling
-    if sampling is not None and sampling.enabled and context.estimator not in GROUP_ESTIMATORS:
+    if sampling is None:
+        return
+    if not sampling.enabled and is_changed(sampling, "max_refills"):
+        yield make_warning(
+            "spec.algorithm.dynamicSampling.maxRefills",
+            "has no effect while enabled is false; set enabled: true, or remove it",
+            FindingReason.NO_EFFECT,
+        )
+    if sampling.enabled and context.estimator not in GROUP_ESTIMATORS:
         yield make_error(
             "spec.algorithm.dynamicSampling.enabled",
             f"{context.estimator} has no groups to drop; set enabled: false, or a group estimator, for example GRPO",
@@ -149,26 +166,13 @@ def check_overlong_penalty(context: RuleContext) -> Iterable[Finding]:
         )
 
 
-def check_rollout_correction(context: RuleContext) -> Iterable[Finding]:
-    """A truncation without weights."""
-    correction = context.spec.algorithm.rollout_correction
-    if correction.level is RolloutCorrectionLevel.NONE and is_changed(correction, "truncation"):
-        yield make_warning(
-            "spec.algorithm.rolloutCorrection.truncation",
-            "has no effect while level is None; set level: Token or Sequence, or remove it",
-            FindingReason.NO_EFFECT,
-        )
-
-
 ALGORITHM_RULES: Final[tuple[Rule, ...]] = (
     check_group_size,
     check_critic,
     check_reference,
     check_kl,
     check_unused_estimator_fields,
-    check_dual_clip,
     check_loss_without_ratio,
     check_dynamic_sampling,
     check_overlong_penalty,
-    check_rollout_correction,
 )

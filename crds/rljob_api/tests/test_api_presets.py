@@ -82,5 +82,12 @@ def test_resolving_twice_changes_nothing_and_leaves_nothing_open(kind: Algorithm
 
 
 def test_only_losses_with_own_defaults_are_listed() -> None:
-    assert {loss.value for loss in DEFAULTS_OF_LOSS} == {"GSPO", "SAPO"}
+    assert {loss.value for loss in DEFAULTS_OF_LOSS} == {
+        "GSPO",
+        "SAPO",
+        "GMPO",
+        "DPPOTV",
+        "DPPOKL",
+        "ClipCov",
+    }
     assert {estimator.value for estimator in GROUP_ESTIMATORS}.isdisjoint({"GAE", "ReinforcePlusPlus", "ReMax"})
