@@ -31,9 +31,7 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.chunk_tokens = chunk_tokens
         self._softcap: float | None = getattr(causal_lm.config, "final_logit_softcapping", None)
-        # Found once: sharding renames the classes.
-        names = set(causal_lm._no_split_modules or ())  # type: ignore[arg-type]
-        self.blocks = [module for module in causal_lm.modules() if type(module).__name__ in names]
+        self.blocks = find_blocks(causal_lm)
         """Decoder blocks in order: the units of sharding, gathering and recomputation."""
 
     def forward(
@@ -70,6 +68,12 @@ class PolicyModel(nn.Module):
         causal_lm: Any = self.causal_lm
         logits_CV: Tensor = causal_lm.get_output_embeddings()(hidden_CE)
         return logits_CV if self._softcap is None else self._softcap * torch.tanh(logits_CV / self._softcap)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Decoder blocks of a Hugging Face model, in order; to be called before sharding, which renames the classes."""
+    names = set(model._no_split_modules or ())  # type: ignore[arg-type]
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def load_config(source: str, revision: str | None = None, *, field: str = "spec.model.source") -> Any:

@@ -1,4 +1,4 @@
-"""FSDP2 sharding of a policy: one unit per decoder block, one for the rest."""
+"""FSDP2 sharding of a policy or critic: one unit per decoder block, one for the rest."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rljob_api.v1alpha1.model import DType
 from rljob_trainer.models.policy import PREFIX, TORCH_DTYPES, PolicyModel
+from rljob_trainer.models.value import ValueModel
 
 CHECKPOINT_WRAPPER_PART = "_checkpoint_wrapped_module."
 
 
-def shard_policy(policy: PolicyModel, mesh: DeviceMesh, dtype: DType, *, recompute_blocks: bool) -> None:
+def shard_policy(policy: PolicyModel | ValueModel, mesh: DeviceMesh, dtype: DType, *, recompute_blocks: bool) -> None:
     """Shard in place. Parameters stay float32 masters; with BFloat16 they are gathered and used in bfloat16, and
     gradients are reduced in float32."""
     precision = MixedPrecisionPolicy(
@@ -26,11 +27,11 @@ def shard_policy(policy: PolicyModel, mesh: DeviceMesh, dtype: DType, *, recompu
     fully_shard(policy, mesh=mesh, mp_policy=precision)
 
 
-def _wrap_blocks(policy: PolicyModel) -> None:
+def _wrap_blocks(policy: PolicyModel | ValueModel) -> None:
     wrapped = {
         id(block): checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT) for block in policy.blocks
     }
-    for parent in list(policy.causal_lm.modules()):
+    for parent in list(policy.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in wrapped:
                 setattr(parent, name, wrapped[id(child)])
