@@ -26,6 +26,10 @@ class TrainRow:
     old_log_probs: FloatArray | None = None
     """None: one update per rollout, so the policy is still the one that acted and the ratio is exactly 1."""
     reference_log_probs: FloatArray | None = None
+    values: FloatArray | None = None
+    """The critic's value of the state before each token, as it was when the rollout ended."""
+    returns: FloatArray | None = None
+    """What the critic's values are moved towards: advantages before whitening + values."""
 
     @property
     def num_tokens(self) -> int:
@@ -66,6 +70,23 @@ class UpdateMetrics:
     """Trainable tokens."""
     is_finite: bool
     """False: NaN or Inf in loss, KL, entropy or gradient; the weights were left alone."""
+
+
+@dataclass(frozen=True)
+class ValueMetrics:
+    """Global statistics of one optimizer update of the critic (the same on every rank)."""
+
+    loss: float
+    """Half the mean squared error to the returns, clipped around the old values."""
+    gradient_norm: float
+    """Before clipping."""
+    clip_fraction: float
+    """Share of tokens whose value is further than `critic.valueClip` from the old one."""
+    value_mean: float
+    num_tokens: int
+    """Trainable tokens."""
+    is_finite: bool
+    """False: NaN or Inf in loss, values or gradient; the weights were left alone."""
 
 
 def split_rows(rows: Sequence[TrainRow], plan: BatchPlan) -> list[list[list[TrainRow]]]:

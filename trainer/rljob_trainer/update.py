@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rljob_api.v1alpha1.algorithm import KLEstimator, LossAggregation, PolicyLoss
 from rljob_trainer.algorithms.aggregation import aggregate, compute_token_weights
@@ -100,7 +100,7 @@ def apply_update(
         sums += micro_sums
         deviation = torch.maximum(deviation, micro_deviation)
         on_micro_batch()
-    gradient_norm = _clip_gradients(policy, gradient_clip)
+    gradient_norm = clip_gradients(policy, gradient_clip)
     totals = dict(zip(SUM_NAMES, ranks.sum_over_ranks(sums).tolist(), strict=True))
     num_tokens = max(batch.num_tokens_global, 1)
     finite = math.isfinite(gradient_norm) and all(math.isfinite(total) for total in totals.values())
@@ -201,8 +201,8 @@ def _compute_loss(
     return loss, sums, deviation
 
 
-def _clip_gradients(policy: PolicyModel, limit: float) -> float:
+def clip_gradients(model: nn.Module, limit: float) -> float:
     """Global norm before clipping; shards are summed over ranks by DTensor."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), limit)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
     full_tensor = getattr(norm, "full_tensor", None)
     return float(full_tensor() if full_tensor is not None else norm)
