@@ -72,13 +72,13 @@ tools: venv ## Fetch or build what the tests need: kubectl, helm, Prometheus, et
 	  $(TOOLCHAIN) $$what || [ "$$CI" != true ] || exit 1; \
 	done
 
-# Many tests wait for servers: two processes suit two cores.
-PYTEST_WORKERS ?= 2
+# Many tests wait for servers: three processes keep two cores busy.
+PYTEST_WORKERS ?= 3
 
 .PHONY: test
 test: tools ## All tests except end-to-end, learning and engine tests (PYTEST_WORKERS processes)
 	KUBEBUILDER_ASSETS="$(ENVTEST_ASSETS)" \
-	  $(BIN)/pytest -q -m "not e2e and not learning and not engines" --numprocesses $(PYTEST_WORKERS) --dist loadfile --durations=15
+	  $(BIN)/pytest -q -m "not e2e and not learning and not engines" --numprocesses $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
 .PHONY: test-unit
 test-unit: venv ## Only tests that need no program beside Python

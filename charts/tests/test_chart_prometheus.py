@@ -45,11 +45,12 @@ TARGETS = [
 ]
 # Long enough to be scraped several times, short enough for two busy cores.
 RUN_SETTINGS = {
-    "training.totalSteps": 6,
-    "training.promptsPerStep": 16,
-    "warmStart.supervised.steps": 20,
+    "training.totalSteps": 4,
+    "training.promptsPerStep": 8,
+    "cluster.ranksPerNode": 1,
+    "warmStart.supervised.steps": 10,
     "evaluation.everySteps": 2,
-    "evaluation.maxPrompts": 16,
+    "evaluation.maxPrompts": 8,
     "checkpoint.everySteps": 2,
 }
 

@@ -11,7 +11,6 @@ from ray.exceptions import RayError
 
 from rljob_api.contract import ResolvedJob
 from rljob_trainer.batching import BatchPlan, plan_batches
-from rljob_trainer.checkpoint import files
 from rljob_trainer.distributed.cluster import CONTROL_GROUP, Cluster
 from rljob_trainer.distributed.waiting import Actor, iterate_streams, wait_for_all
 from rljob_trainer.errors import EngineDied
@@ -99,33 +98,6 @@ class Dispatcher:
         versions = cluster.call_engines("end_update", timeout_seconds=ENGINE_CALL_SECONDS)
         if any(found != version for found in versions):
             raise EngineDied(f"weight sync: engines report versions {versions}, expected {version}")
-
-    def save(self, run_directory: Path, step: int, trainer_state: dict[str, Any]) -> files.Checkpoint:
-        """Publish a checkpoint and apply retention.
-
-        Raises:
-            CheckpointError: full or unshared storage; the last good checkpoint stays.
-        """
-        temporary = files.begin(run_directory, step)
-        try:
-            per_rank = self._cluster.call_ranks(
-                "save_checkpoint",
-                [(str(temporary),)] * len(self._cluster.ranks),
-                timeout_seconds=STORAGE_TIMEOUT_SECONDS,
-                poll=self._poll_progress,
-            )
-        except Exception:
-            files.discard(temporary)
-            raise
-        checkpoint = files.publish(
-            temporary,
-            step=step,
-            world_size=self._job.layout.world_size,
-            trainer_state=trainer_state,
-            records=[record for records in per_rank for record in records],
-        )
-        files.prune(run_directory, self._job.spec.checkpoint.keep_last)
-        return checkpoint
 
     def load(self, path: Path) -> None:
         """Load a checkpoint on all ranks."""

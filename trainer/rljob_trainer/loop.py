@@ -27,6 +27,7 @@ from rljob_trainer.resume import ResumePoint, choose_resume_point, describe_star
 from rljob_trainer.rewards import RewardService
 from rljob_trainer.rollout import RolloutPlan, RolloutRunner, ScoredSample
 from rljob_trainer.rows import TrainRow, UpdateMetrics
+from rljob_trainer.saving import CheckpointSaver
 from rljob_trainer.stopping import StopSignal
 from rljob_trainer.warm_start import run_warm_start
 
@@ -69,6 +70,10 @@ class Trainer:
             self._train(resume)
         except StopRequested:
             self._save()
+            self._saver.wait()
+            raise
+        except Exception:
+            self._saver.settle()
             raise
         finally:
             self._rewards.close()
@@ -92,6 +97,13 @@ class Trainer:
             job, build_loss_settings(job), self._inputs.stop_token_ids, self._stop.raise_if_requested
         )
         self._dispatcher = Dispatcher(job, self._cluster, self._reporter.heartbeat)
+        self._saver = CheckpointSaver(
+            job,
+            self._cluster,
+            heartbeat=self._reporter.heartbeat,
+            note=self._reporter.note,
+            on_published=self._reporter.report_checkpoint,
+        )
         self._runner = RolloutRunner(self._cluster, self._rewards, spec.reward, self._inputs.tokenizer)
         return resume
 
@@ -112,6 +124,7 @@ class Trainer:
             self._evaluate()
         for step in range(self._state.step + 1, self._total_steps + 1):
             self._train_step(step)
+            self._saver.collect()
             is_last = step == self._total_steps
             if evaluation.every_steps and (is_last or step % evaluation.every_steps == 0):
                 self._evaluate()
@@ -124,6 +137,8 @@ class Trainer:
                 self._stop.raise_if_requested()
         if checkpoint.export_at_end:
             self._export()
+        with self._reporter.phase(TrainerPhase.CHECKPOINT):
+            self._saver.wait()
 
     def _train_step(self, step: int) -> None:
         """Rollout with rewards, old and reference log-probabilities where needed, advantages, updates, weight sync."""
@@ -283,13 +298,12 @@ class Trainer:
         self._stop.raise_if_requested()
 
     def _save(self) -> None:
-        """Publish the state after the last finished step, unless it is on disk already."""
+        """Begin to write the state after the last finished step, unless that was done already."""
         if self._saved_step == self._state.step or not self._state.is_warm_started:
             return  # half a warm start is not worth resuming from: it is repeated
         with self._reporter.phase(TrainerPhase.CHECKPOINT):
-            checkpoint = self._dispatcher.save(self._directory, self._state.step, asdict(self._state))
+            self._saver.start(self._state.step, asdict(self._state))
         self._saved_step = self._state.step
-        self._reporter.report_checkpoint(checkpoint)
 
     def _export(self) -> None:
         target = self._directory / "export" / f"step-{self._state.step}"

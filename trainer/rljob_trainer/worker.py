@@ -17,7 +17,7 @@ from rljob_api.contract import ResolvedJob
 from rljob_api.v1alpha1.model import Toggle
 from rljob_trainer.checkpoint.export import export_policy
 from rljob_trainer.checkpoint.records import FileRecord
-from rljob_trainer.checkpoint.state import gather_full_weights, load_state, save_state
+from rljob_trainer.checkpoint.state import StatePart, StateWriter, gather_full_weights, load_state
 from rljob_trainer.distributed.location import ActorLocation, locate_this_actor
 from rljob_trainer.distributed.network import choose_interface, is_loopback, set_interface
 from rljob_trainer.distributed.process_group import Rendezvous, join_process_group, start_store
@@ -27,13 +27,19 @@ from rljob_trainer.models.sharding import shard_policy
 from rljob_trainer.optimization import build_optimizer
 from rljob_trainer.quiet import quiet_libraries
 from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics
-from rljob_trainer.sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, combine_checksums, compute_tensor_checksum
+from rljob_trainer.sync.buckets import (
+    DEVICE_BUCKET_BYTES,
+    HOST_BUCKET_BYTES,
+    Bucket,
+    combine_checksums,
+    compute_tensor_checksum,
+)
 from rljob_trainer.sync.gather import gather_buckets
 from rljob_trainer.update import LossSettings, Ranks, apply_update, compute_row_log_probs
 
 
 class TrainWorker:
-    """One rank. All methods except `locate`, `start_store` and `count_progress` are collective over the ranks."""
+    """One rank. All methods but `locate`, `start_store`, `count_progress` and `finish_save` are collective."""
 
     def __init__(self, job: ResolvedJob, num_threads: int) -> None:
         self._job = job
@@ -88,6 +94,7 @@ class TrainWorker:
         self._policy = self._build_policy(spec.model.source, spec.model.revision, "spec.model.source")
         self._reference: PolicyModel | None = None
         self._optimizer = build_optimizer(self._policy, spec.training)
+        self._writer = StateWriter(use_gpu=self._use_gpu)
         self._ranks = Ranks(job.layout.world_size, self._sum_over_ranks, self._max_over_ranks)
         num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
         return {"interface": interface, "num_parameters": num_parameters, "num_blocks": len(self._policy.blocks)}
@@ -153,27 +160,37 @@ class TrainWorker:
             self._policy,
             TORCH_DTYPES[self._job.spec.model.dtype],
             publish=publish,
-            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            bucket_bytes=DEVICE_BUCKET_BYTES if self._use_gpu else HOST_BUCKET_BYTES,
         ):
             self._note_progress()
             yield bucket
 
     def compute_checksum(self) -> int:
         """Checksum of the full policy in the engine's dtype, as `EngineAdapter.checksum` computes it."""
-        buckets = gather_buckets(
-            self._policy, TORCH_DTYPES[self._job.spec.model.dtype], publish=True, bucket_bytes=DEFAULT_BUCKET_BYTES
-        )
+        dtype = TORCH_DTYPES[self._job.spec.model.dtype]
+        buckets = gather_buckets(self._policy, dtype, publish=True, bucket_bytes=HOST_BUCKET_BYTES)
         return combine_checksums(
             compute_tensor_checksum(name, tensor) for bucket in buckets for name, tensor in bucket.tensors()
         )
 
-    def save_checkpoint(self, directory: str) -> list[FileRecord]:
-        """Write this rank's shards into an existing directory."""
-        return save_state(Path(directory), self._policy, self._optimizer, self._reference)
+    def start_save(self, directory: str) -> None:
+        """Snapshot the state and begin to write it into an existing directory; training goes on."""
+        self._writer.start(Path(directory), self._list_state_parts())
+
+    def finish_save(self) -> list[FileRecord]:
+        """Wait for the files of this rank; runs beside the training, in a concurrency group of its own."""
+        return self._writer.finish()
 
     def load_checkpoint(self, directory: str) -> None:
-        """Load model, optimizer and, where there is one, the reference."""
-        load_state(Path(directory), self._policy, self._optimizer, self._reference)
+        """Load everything that is saved."""
+        load_state(Path(directory), self._list_state_parts())
+
+    def _list_state_parts(self) -> dict[str, StatePart]:
+        """What a checkpoint holds."""
+        parts = {"policy": StatePart(self._policy, self._optimizer)}
+        if self._reference is not None:
+            parts["reference"] = StatePart(self._reference)
+        return parts
 
     def export(self, target: str) -> None:
         """Rank 0 writes the Hugging Face directory."""
@@ -186,7 +203,7 @@ class TrainWorker:
         dist.barrier()
 
     def stop(self) -> None:
-        """Leave the process group."""
+        """Leave the process group; a checkpoint that is still being written is dropped with the process."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -7,6 +7,7 @@ either the old state or the new one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,10 +23,11 @@ from rljob_api.names import LATEST_FILE, MANIFEST_FILE, OWNER_FILE, compute_step
 from rljob_trainer.checkpoint.records import FileRecord
 from rljob_trainer.errors import CheckpointError
 
-MANIFEST_VERSION: Final = 1
+MANIFEST_VERSION: Final = 2
 TRAINER_STATE_FILE: Final = "trainer.json"
 STEP_DIRECTORY: Final = re.compile(r"^step-(\d+)$")
 TEMPORARY_SUFFIX: Final = ".tmp"
+FREE_SPACE_FACTOR: Final = 1.1
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,35 @@ def publish(
         discard(temporary)
         raise
     return Checkpoint(step, final, manifest)
+
+
+def check_free_space(directory: Path) -> None:
+    """Before a save: is there room for another checkpoint of the newest one's size and a tenth?
+
+    Raises:
+        CheckpointError: there is not; nothing was written yet.
+    """
+    found = (read_checkpoint(path) for path in list_step_directories(directory))
+    newest = next((checkpoint for checkpoint in found if isinstance(checkpoint, Checkpoint)), None)
+    if newest is None:
+        return
+    num_bytes = sum(record.num_bytes for record in newest.manifest.files)
+    num_needed, num_free = int(num_bytes * FREE_SPACE_FACTOR), shutil.disk_usage(directory).free
+    if num_free < num_needed:
+        raise CheckpointError(
+            f"{directory} has {num_free:,} bytes free, a checkpoint needs {num_needed:,} (step {newest.step} took "
+            f"{num_bytes:,}); free space, use larger storage, or lower spec.checkpoint.keepLast; step {newest.step} "
+            "stands"
+        )
+
+
+def measure_bytes(directory: Path) -> int:
+    """Bytes of all files below `directory` so far."""
+    total = 0
+    for path in directory.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # temporary names of the writers come and go
+            total += path.stat().st_size
+    return total
 
 
 def discard(temporary: Path) -> None:

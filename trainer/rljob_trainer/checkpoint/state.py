@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,53 +30,110 @@ from rljob_trainer.checkpoint.records import FileRecord, compute_file_record
 from rljob_trainer.errors import CheckpointError
 
 STATE_DIRECTORY: Final = "state"
-REFERENCE_KEY: Final = "reference"
+WRITE_TIMEOUT_SECONDS: Final = 3600.0
+"""For the slowest rank's files."""
 
 
-def save_state(
-    directory: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.Module | None
-) -> list[FileRecord]:
-    """Write this rank's shards; rank 0 also writes DCP's metadata. Collective. Returns the files of this rank.
+@dataclass(frozen=True)
+class StatePart:
+    """One sharded model of the run, and the optimizer that trains it."""
 
-    Raises:
-        CheckpointError: the storage is full or not writable.
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+
+
+StateParts = Mapping[str, StatePart]
+"""By name (policy, reference, critic): the first level of the checkpoint's keys."""
+
+
+class StateWriter:
+    """Writes snapshots of the state behind the training's back, one at a time. Every rank has one.
+
+    `start` copies the shards to host memory (pinned on GPUs, and then kept for the next save), which is all that the
+    training waits for. The writing has a thread and a process group of its own, so that its collectives never mix with
+    those of the updates.
     """
-    target = directory / STATE_DIRECTORY
-    with _storage_errors(target):
-        save_distributed(_collect(policy, optimizer, reference), checkpoint_id=str(target))
-        torch.save(torch.get_rng_state(), target / f"rng-{dist.get_rank()}.pt")
-        # DCP names data files `__<rank>_<n>.distcp`; each rank checks what it wrote itself, in parallel.
-        own = [*target.glob(f"__{dist.get_rank()}_*.distcp"), target / f"rng-{dist.get_rank()}.pt"]
-        if dist.get_rank() == 0:
-            own.append(target / ".metadata")
-        return [compute_file_record(directory, path) for path in sorted(own)]
+
+    def __init__(self, *, use_gpu: bool) -> None:
+        """Collective: makes the process group."""
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_TIMEOUT_SECONDS))
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=use_gpu)
+        self._pending: Future[list[FileRecord]] | None = None
+
+    def start(self, directory: Path, parts: StateParts) -> None:
+        """Snapshot `parts`, and begin to write them into an existing directory. Collective.
+
+        Raises:
+            RuntimeError: the last snapshot is still being written.
+        """
+        if self._pending is not None and not self._pending.done():
+            raise RuntimeError("the last checkpoint is still being written")
+        snapshot = self._stager.stage(collect_state(parts))
+        self._pending = self._executor.submit(self._write, directory, snapshot, torch.get_rng_state())
+
+    def finish(self) -> list[FileRecord]:
+        """Wait until every rank has written the snapshot of the last `start`; the files of this rank.
+
+        Raises:
+            CheckpointError: the storage is full or not writable.
+        """
+        if self._pending is None:
+            raise RuntimeError("no checkpoint was started")
+        return self._pending.result()
+
+    def close(self) -> None:
+        """Wait for the thread."""
+        self._executor.shutdown(wait=True)
+
+    def _write(self, directory: Path, snapshot: dict[str, Any], rng_state: torch.Tensor) -> list[FileRecord]:
+        """Write this rank's shards; rank 0 also writes DCP's metadata."""
+        target = directory / STATE_DIRECTORY
+        rank = dist.get_rank()
+        with _storage_errors(target):
+            save_distributed(snapshot, checkpoint_id=str(target), process_group=self._group)
+            torch.save(rng_state, target / f"rng-{rank}.pt")
+            # DCP names data files `__<rank>_<n>.distcp`; each rank checks what it wrote itself, in parallel.
+            own = [*target.glob(f"__{rank}_*.distcp"), target / f"rng-{rank}.pt"]
+            if rank == 0:
+                own.append(target / ".metadata")
+            return [compute_file_record(directory, path) for path in sorted(own)]
 
 
-def load_state(
-    directory: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.Module | None
-) -> None:
+def load_state(directory: Path, parts: StateParts) -> None:
     """Load into already sharded modules, resharding where the world size differs. Collective.
 
     Raises:
-        CheckpointError: the state does not fit this model.
+        CheckpointError: the state does not fit these models.
     """
     source = directory / STATE_DIRECTORY
     with _storage_errors(source):
-        state = _collect(policy, optimizer, reference)
+        state = collect_state(parts)
         load_distributed(state, checkpoint_id=str(source))
-        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        if reference is not None:
-            set_model_state_dict(reference, state[REFERENCE_KEY])
+        for name, part in parts.items():
+            if part.optimizer is None:
+                set_model_state_dict(part.module, state[name]["model"])
+            else:
+                set_state_dict(
+                    part.module,
+                    part.optimizer,
+                    model_state_dict=state[name]["model"],
+                    optim_state_dict=state[name]["optimizer"],
+                )
         rng = source / f"rng-{dist.get_rank()}.pt"
         if rng.exists():
             torch.set_rng_state(torch.load(rng, weights_only=True))
 
 
-def _collect(policy: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.Module | None) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    if reference is not None:
-        state[REFERENCE_KEY] = get_model_state_dict(reference)
+def collect_state(parts: StateParts) -> dict[str, Any]:
+    """Sharded state (DTensors that share memory with the modules) by part, then `model` or `optimizer`."""
+    state: dict[str, Any] = {}
+    for name, part in parts.items():
+        if part.optimizer is None:
+            state[name] = {"model": get_model_state_dict(part.module)}
+        else:
+            model, optimizer = get_state_dict(part.module, part.optimizer)
+            state[name] = {"model": model, "optimizer": optimizer}
     return state
 
 

@@ -26,6 +26,8 @@ START_DEADLINE_SECONDS: Final = 600.0
 STOP_DEADLINE_SECONDS: Final = 10.0
 GPU_THREADS: Final = 8
 CONTROL_GROUP: Final = "control"
+CHECKPOINT_GROUP: Final = "checkpoint"
+"""Of the ranks: waits for files while the rank trains."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def start_cluster(
             "max_restarts": 0,
         }
 
-    worker_class = ray.remote(concurrency_groups={CONTROL_GROUP: 1})(TrainWorker)
+    worker_class = ray.remote(concurrency_groups={CONTROL_GROUP: 1, CHECKPOINT_GROUP: 1})(TrainWorker)
     engine_class = ray.remote(concurrency_groups={CONTROL_GROUP: 2})(EngineActor)
     owners = [node for node in nodes for _ in range(layout.ranks_per_node)]
     # Trainer and engine processes start together: importing torch is most of the time until the first step.

@@ -17,7 +17,7 @@ from rljob_api.v1alpha1.model import DType
 from rljob_api.v1alpha1.rollout import Training
 from rljob_trainer.batching import plan_batches
 from rljob_trainer.checkpoint.export import export_policy
-from rljob_trainer.checkpoint.state import gather_full_weights, load_state, save_state
+from rljob_trainer.checkpoint.state import StatePart, StateWriter, gather_full_weights, load_state
 from rljob_trainer.distributed.process_group import join_process_group, start_store
 from rljob_trainer.models.policy import PolicyModel, load_causal_lm
 from rljob_trainer.models.sharding import clean_parameter_name, shard_policy
@@ -96,7 +96,9 @@ def run_rank(rank, rendezvous, source, directory):
     found["num_buckets"], found["checksum"] = checksum(policy, publish=rank == 0)
     (directory / "saved").mkdir(exist_ok=True)
     dist.barrier()
-    records = save_state(directory / "saved", policy, optimizer, None)
+    writer = StateWriter(use_gpu=False)
+    writer.start(directory / "saved", {"policy": StatePart(policy, optimizer)})
+    records = writer.finish()
     found["records"] = [record.path for record in records]
     weights = gather_full_weights(policy)
     if rank == 0:
@@ -181,14 +183,14 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(two_ranks, one_rank, tiny_model)
     """Same weights, and the same next update: AdamW's moments and step count came along."""
     directory, (rank_0, _) = two_ranks
     policy, optimizer = build(tiny_model)
-    load_state(directory / "saved", policy, optimizer, None)
+    load_state(directory / "saved", {"policy": StatePart(policy, optimizer)})
     assert checksum(policy)[1] == rank_0["checksum"]
     metrics, _ = update(policy, optimizer, 1e-2, seed=2, micro_batch_tokens=30)
     assert metrics.loss == pytest.approx(rank_0["next"]["loss"], rel=1e-4)
     assert metrics.gradient_norm == pytest.approx(rank_0["next"]["norm"], rel=1e-4)
     weights = gather_full_weights(policy)
     fresh_optimizer = build_optimizer(policy, Training())
-    load_state(directory / "saved", policy, fresh_optimizer, None)
+    load_state(directory / "saved", {"policy": StatePart(policy, fresh_optimizer)})
     steps = {float(state["step"]) for state in fresh_optimizer.state.values()}
     assert steps == {3.0}
     assert not math.isclose(float(weights["causal_lm.model.norm.weight"].sum()), 0.0)
