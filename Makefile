@@ -30,7 +30,7 @@ lock: $(UV) ## Re-resolve requirements/*.txt from pyproject.toml (hashes, no ind
 
 ##@ Checks
 TOOLCHAIN := $(BIN)/python e2e/cluster/toolchain.py
-SCRIPTS := requirements/lock.sh .ci/run .ci/verify
+SCRIPTS := requirements/lock.sh requirements/engines/build.sh .ci/run .ci/verify
 # CI=true turns a missing program from a skipped test into a failed one.
 ENVTEST_ASSETS = $$($(TOOLCHAIN) envtest | tail -1)
 
