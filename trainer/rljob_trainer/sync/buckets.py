@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,8 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rljob_trainer.sync.device_memory import DeviceMemory
+
 ALIGNMENT_BYTES: Final = 64
-DEFAULT_BUCKET_BYTES: Final = 256 * 2**20
+HOST_BUCKET_BYTES: Final = 256 * 2**20
+DEVICE_BUCKET_BYTES: Final = 2**30
+"""Each bucket costs a few milliseconds of calls and handle mapping, so fewer and larger; two are in flight."""
 
 DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
     torch.float32: "float32",
@@ -36,25 +40,56 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors laid out in one byte array; plain numpy, so an object store maps it without a copy."""
+    """Tensors laid out in one byte array.
+
+    Small to send either way: numpy bytes are mapped from the object store without a copy, and device memory travels as
+    a CUDA-IPC handle.
+    """
 
     entries: list[TensorEntry]
-    data: NDArray[np.uint8]
+    data: NDArray[np.uint8] | DeviceMemory
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Views into `data`. Read-only memory is fine: receivers copy out of them."""
+    def tensors(self, device_index: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """Views into the bytes, for receivers that copy out of them (host memory may be read-only).
+
+        Args:
+            device_index: where the receiver sees the GPU of a device bucket, among its visible devices.
+        """
+        data = self.data
+        bytes_ = data.open(device_index) if isinstance(data, DeviceMemory) else _as_tensor(data)
         for entry in self.entries:
-            raw = self.data[entry.offset_bytes : entry.offset_bytes + entry.num_bytes]
-            flat = (
-                torch.frombuffer(raw, dtype=DTYPES[entry.dtype])
-                if entry.num_bytes
-                else torch.empty(0, dtype=DTYPES[entry.dtype])
-            )
-            yield entry.name, flat.view(entry.shape)
+            yield entry.name, view_entry(bytes_, entry)
+
+
+def view_entry(bytes_: Tensor, entry: TensorEntry) -> Tensor:
+    """The entry's tensor as a view into the bucket's bytes."""
+    raw = bytes_[entry.offset_bytes : entry.offset_bytes + entry.num_bytes]
+    return raw.view(DTYPES[entry.dtype]).view(entry.shape)
+
+
+def plan_buckets(
+    shapes: Iterable[tuple[str, Sequence[int]]], dtype: torch.dtype, bucket_bytes: int
+) -> list[list[TensorEntry]]:
+    """Cut tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own."""
+    buckets: list[list[TensorEntry]] = []
+    offset = 0
+    for name, shape in shapes:
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if not buckets or (buckets[-1] and offset + num_bytes > bucket_bytes):
+            buckets.append([])
+            offset = 0
+        buckets[-1].append(TensorEntry(name, tuple(shape), DTYPE_NAMES[dtype], offset, num_bytes))
+        offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return buckets
+
+
+def compute_size(entries: Sequence[TensorEntry]) -> int:
+    """Bytes of a bucket with these entries."""
+    return max((entry.offset_bytes + entry.num_bytes for entry in entries), default=0)
 
 
 def build_bucket(tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-    """Copy tensors (any device) into one aligned byte array on the host."""
+    """Copy tensors (any device, any dtypes) into one aligned byte array on the host."""
     entries: list[TensorEntry] = []
     sources: list[Tensor] = []
     offset = 0
@@ -65,8 +100,7 @@ def build_bucket(tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
         offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     data = torch.empty(offset, dtype=torch.uint8)
     for entry, source in zip(entries, sources, strict=True):
-        target = data[entry.offset_bytes : entry.offset_bytes + entry.num_bytes].view(source.dtype).view(entry.shape)
-        target.copy_(source)
+        view_entry(data, entry).copy_(source)
     return Bucket(entries, data.numpy())
 
 
@@ -82,3 +116,8 @@ def combine_checksums(checksums: Iterable[int]) -> int:
     for checksum in checksums:
         combined ^= checksum
     return combined
+
+
+def _as_tensor(data: NDArray[np.uint8]) -> Tensor:
+    # An empty array has no buffer to share.
+    return torch.frombuffer(data, dtype=torch.uint8) if data.size else torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""From FSDP2 shards to full tensors, one unit at a time with the next gather in flight."""
+"""From FSDP2 shards to flat buckets of full tensors, one unit at a time with the next gather in flight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from rljob_trainer.models.policy import PolicyModel
 from rljob_trainer.models.sharding import clean_parameter_name
-from rljob_trainer.sync.buckets import Bucket, build_bucket
+from rljob_trainer.sync.buckets import Bucket, TensorEntry, compute_size, plan_buckets, view_entry
+from rljob_trainer.sync.device_memory import share_device_memory
 
 
 def iterate_units(policy: PolicyModel) -> list[tuple[nn.Module, list[tuple[str, str]]]]:
@@ -32,30 +33,75 @@ def iterate_units(policy: PolicyModel) -> list[tuple[nn.Module, list[tuple[str, 
 def gather_buckets(policy: PolicyModel, dtype: torch.dtype, *, publish: bool, bucket_bytes: int) -> Iterator[Bucket]:
     """Collective: every rank iterates to the end; only ranks with `publish` build and yield buckets.
 
-    `unshard` gathers a whole block in one collective, already in the compute dtype. The next block is gathered while
-    this one is copied out, so at most two blocks are unsharded at a time.
+    Buckets live where the parameters do: on a GPU they are exported by handle, on a CPU they are host memory.
+    """
+    shapes = [
+        (name, tuple(module.get_parameter(local).shape))
+        for module, names in iterate_units(policy)
+        for name, local in names
+    ]
+    tensors = _iterate_tensors(policy)
+    device = next(policy.parameters()).device
+    for entries in plan_buckets(shapes, dtype, bucket_bytes) if publish else []:
+        bytes_ = torch.empty(compute_size(entries), dtype=torch.uint8, device=device)
+        _fill(bytes_, entries, tensors)
+        if device.type != "cuda":
+            yield Bucket(entries, bytes_.numpy())
+            continue
+        memory = share_device_memory(bytes_)
+        # The receiver's mapping keeps the memory alive, so that it returns to the allocator as soon as it was read.
+        del bytes_
+        yield Bucket(entries, memory)
+    for _ in tensors:
+        pass  # every gather on ranks that only take part, the release of the last unit on the others
+    if device.type == "cuda":
+        torch.cuda.ipc_collect()
+
+
+def _fill(bytes_: Tensor, entries: list[TensorEntry], tensors: Iterator[tuple[str, Tensor, bool]]) -> None:
+    """Copy the next tensors into the bucket, in as few kernels as the gathers allow."""
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for index, entry in enumerate(entries):
+        name, tensor, is_last_of_unit = next(tensors)
+        assert name == entry.name, f"weight hand-over: {name} arrived where {entry.name} was planned"
+        targets.append(view_entry(bytes_, entry))
+        sources.append(tensor)
+        # A gathered unit is freed when the next tensor is asked for.
+        if is_last_of_unit or index + 1 == len(entries):
+            torch._foreach_copy_(targets, sources)
+            targets, sources = [], []
+
+
+def _iterate_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, full tensor, whether its unit ends) in the order of `iterate_units`.
+
+    `unshard` gathers a whole block in one collective, already in the compute dtype, and the next block is gathered
+    while this one is copied out, so at most two are unsharded at a time. One rank has nothing to gather: its shards
+    are the tensors, and are cast as they are copied.
     """
     units = iterate_units(policy)
-    pending: list[tuple[str, Tensor]] = []
-    pending_bytes = 0
-    handle = _unshard(units[0][0])
+    is_whole = all(_count_ranks(parameter) == 1 for parameter in policy.parameters())
+    handle = None if is_whole else _unshard(units[0][0])
     for index, (module, names) in enumerate(units):
-        next_handle = _unshard(units[index + 1][0]) if index + 1 < len(units) else None
-        if handle is not None:
-            handle.wait()
-        if publish:
-            for name, local_name in names:
-                tensor = module.get_parameter(local_name).detach().to(dtype=dtype, copy=True)
-                pending.append((name, tensor))
-                pending_bytes += tensor.numel() * tensor.element_size()
+        next_handle = None if is_whole or index + 1 == len(units) else _unshard(units[index + 1][0])
         fsdp_module: Any = module
-        fsdp_module.reshard()
-        if pending_bytes >= bucket_bytes:
-            yield build_bucket(pending)
-            pending, pending_bytes = [], 0
+        if is_whole:
+            fsdp_module.reshard()
+        elif handle is not None:
+            handle.wait()
+        for position, (name, local_name) in enumerate(names):
+            parameter: Any = module.get_parameter(local_name).detach()
+            local = getattr(parameter, "to_local", None)
+            yield name, parameter if local is None else local(), position + 1 == len(names)
+        if not is_whole:
+            fsdp_module.reshard()
         handle = next_handle
-    if pending:
-        yield build_bucket(pending)
+
+
+def _count_ranks(parameter: Any) -> int:
+    mesh = getattr(parameter, "device_mesh", None)
+    return 1 if mesh is None else int(mesh.size())
 
 
 def _unshard(module: nn.Module) -> Any:
