@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rljob_api.contract import ResolvedJob
+from rljob_api.resolve import compute_longest_sequence_tokens
 from rljob_trainer.distributed.location import ActorLocation
 from rljob_trainer.distributed.placement import CPUS_PER_RANK, reserve_ranks, wait_for_nodes
 from rljob_trainer.distributed.ray_connection import read_last_log_lines
@@ -148,6 +149,9 @@ def start_cluster(
         device="cuda" if layout.gpus_per_node else "cpu",
         stop_token_ids=stop_token_ids,
         max_concurrent_samples=job.spec.rollout.max_concurrent_samples,
+        max_sequence_tokens=compute_longest_sequence_tokens(job.spec),
+        tensor_parallel_size=layout.tensor_parallel_size,
+        memory_fraction=job.spec.rollout.memory_fraction,
         engine_args=job.spec.rollout.engine_args,
         num_threads=num_threads,
     )

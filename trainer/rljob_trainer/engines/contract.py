@@ -72,6 +72,12 @@ class EngineSettings:
     stop_token_ids: tuple[int, ...]
     """Every id that ends a response."""
     max_concurrent_samples: int | None = None
+    max_sequence_tokens: int = 4096
+    """Longest prompt plus longest response."""
+    tensor_parallel_size: int = 1
+    """Ranks of this replica."""
+    memory_fraction: float = 0.6
+    """Share of GPU memory for weights and KV cache; no meaning on CPUs."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     num_threads: int | None = None
     """CPU threads of this engine; None leaves the library's default."""
