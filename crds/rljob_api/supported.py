@@ -66,8 +66,8 @@ _ESTIMATORS: Final[dict[StrEnum, bool]] = {
     AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE: True,
     AdvantageEstimator.OPO: True,
     AdvantageEstimator.GPG: True,
-    AdvantageEstimator.GAE: False,
-    AdvantageEstimator.REMAX: False,
+    AdvantageEstimator.GAE: True,
+    AdvantageEstimator.REMAX: True,
     AdvantageEstimator.GDPO: False,
     AdvantageEstimator.OPTIMAL_TOKEN_BASELINE: False,
 }
@@ -188,7 +188,13 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "set it to false",
         built=True,
     ),
-    Feature("spec.critic", "set", lambda spec: spec.critic is not None, "use algorithm.type: GRPO without a critic"),
+    Feature(
+        "spec.critic",
+        "set",
+        lambda spec: spec.critic is not None,
+        "use algorithm.type: GRPO without a critic",
+        built=True,
+    ),
     Feature("spec.model.lora", "set", lambda spec: spec.model.lora is not None, "remove it: all weights are trained"),
     Feature(
         "spec.model.gradientCheckpointing",

@@ -14,7 +14,7 @@ from rljob_trainer.batching import BatchPlan, plan_batches
 from rljob_trainer.distributed.cluster import CONTROL_GROUP, Cluster
 from rljob_trainer.distributed.waiting import Actor, iterate_streams, wait_for_all
 from rljob_trainer.errors import EngineDied
-from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics, count_trainable, split_rows
+from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics, ValueMetrics, count_trainable, split_rows
 
 STORAGE_TIMEOUT_SECONDS: Final = 3600.0
 ENGINE_CALL_SECONDS: Final = 300.0
@@ -34,13 +34,20 @@ class Dispatcher:
 
     def compute_log_probs(self, rows: Sequence[TrainRow], *, reference: bool) -> list[FloatArray]:
         """Per row, under the current policy or the reference."""
+        return self._compute_per_row("compute_log_probs", rows, reference=reference)
+
+    def compute_values(self, rows: Sequence[TrainRow]) -> list[FloatArray]:
+        """Per row, under the critic."""
+        return self._compute_per_row("compute_values", rows)
+
+    def _compute_per_row(self, method: str, rows: Sequence[TrainRow], **keywords: Any) -> list[FloatArray]:
         plan = self._plan(rows)
         results = self._cluster.call_ranks(
-            "compute_log_probs",
+            method,
             [(micro_batches,) for micro_batches in split_rows(rows, plan)],
             timeout_seconds=self._deadline(plan),
             poll=self._poll_progress,
-            reference=reference,
+            **keywords,
         )
         by_row: dict[int, FloatArray] = {}
         for rank_rows, rank_values in zip(plan.rows, results, strict=True):
@@ -65,6 +72,19 @@ class Dispatcher:
         ]
         metrics: list[UpdateMetrics] = self._cluster.call_ranks(
             "update", batches, timeout_seconds=self._deadline(plan), poll=self._poll_progress
+        )
+        return metrics[0]
+
+    def update_critic(self, rows: Sequence[TrainRow], *, learning_rate: float) -> ValueMetrics:
+        """One optimizer update of the critic on all rows."""
+        plan = self._plan(rows)
+        num_tokens, num_sequences = count_trainable(rows)
+        batches = [
+            (MiniBatch(micro_batches, num_tokens, num_sequences, learning_rate),)
+            for micro_batches in split_rows(rows, plan)
+        ]
+        metrics: list[ValueMetrics] = self._cluster.call_ranks(
+            "update_critic", batches, timeout_seconds=self._deadline(plan), poll=self._poll_progress
         )
         return metrics[0]
 
@@ -111,6 +131,10 @@ class Dispatcher:
     def setup_reference(self) -> None:
         """Create the reference on all ranks."""
         self._cluster.call_ranks("setup_reference", timeout_seconds=STORAGE_TIMEOUT_SECONDS)
+
+    def setup_critic(self) -> None:
+        """Create the critic on all ranks."""
+        self._cluster.call_ranks("setup_critic", timeout_seconds=STORAGE_TIMEOUT_SECONDS)
 
     def reset_optimizer(self) -> None:
         """Forget optimizer moments on all ranks."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from rljob_api.v1alpha1.algorithm import Algorithm, KLPlacement
+from rljob_api.v1alpha1.algorithm import AdvantageEstimator, Algorithm, KLPlacement
 from rljob_trainer.algorithms.advantages import compute_advantages, place_outcome_rewards
 from rljob_trainer.algorithms.groups import compute_group_statistics
 from rljob_trainer.algorithms.kl import compute_kl
+from rljob_trainer.algorithms.token_advantages import compute_whitened_gae
 from rljob_trainer.engines.contract import FinishReason
 from rljob_trainer.rollout import ScoredSample
 from rljob_trainer.rows import FloatArray, TrainRow
@@ -59,10 +60,18 @@ def fill_advantages(
     *,
     kl_coefficient: float = 0.0,
     policy_log_probs: Sequence[FloatArray] | None = None,
+    greedy_rewards: Mapping[str, float] | None = None,
 ) -> None:
-    """Compute advantages in place. With `kl.placement: Reward`, `policy_log_probs` and each row's
-    `reference_log_probs` give the penalty subtracted from every token's reward."""
+    """Compute advantages in place; for GAE, from each row's `values`, its returns too. With `kl.placement: Reward`,
+    `policy_log_probs` and each row's `reference_log_probs` give the penalty subtracted from every token's reward.
+
+    `greedy_rewards` (ReMax): prompt uid -> reward of its greedy response; rows of a prompt whose greedy response has no
+    reward have no baseline and are left out of the loss.
+    """
     assert algorithm.advantage_estimator is not None, "the job is resolved"
+    if greedy_rewards is not None:
+        for row, sample in zip(rows, samples, strict=True):
+            row.trainable = row.trainable and bool(np.isfinite(greedy_rewards[sample.row.uid]))
     longest = max((len(row.response_ids) for row in rows), default=0)
     mask_BT = torch.zeros(len(rows), max(longest, 1), dtype=torch.bool)
     for index, row in enumerate(rows):
@@ -78,6 +87,17 @@ def fill_advantages(
                 algorithm.kl.estimator, torch.from_numpy(log_probs), torch.from_numpy(row.reference_log_probs)
             )
             token_rewards_BT[index, : len(row.response_ids)] -= kl_coefficient * kl_T * row.trainable
+    if algorithm.advantage_estimator is AdvantageEstimator.GAE:
+        if token_rewards_BT is None:
+            token_rewards_BT = place_outcome_rewards(rewards_B, mask_BT)
+        values_BT = _pad([row.values for row in rows], mask_BT)
+        advantages_BT, returns_BT = compute_whitened_gae(
+            token_rewards_BT, values_BT, mask_BT, algorithm.gamma, algorithm.gae_lambda
+        )
+        for index, row in enumerate(rows):
+            row.advantages = advantages_BT[index, : len(row.response_ids)].numpy().copy()
+            row.returns = returns_BT[index, : len(row.response_ids)].numpy().copy()
+        return
     advantages_BT = compute_advantages(
         algorithm.advantage_estimator,
         rewards_B=rewards_B,
@@ -86,9 +106,36 @@ def fill_advantages(
         normalize_by_std=algorithm.normalize_by_std is not False,
         gamma=algorithm.gamma,
         token_rewards_BT=token_rewards_BT,
+        greedy_rewards_B=None
+        if greedy_rewards is None
+        else torch.tensor([greedy_rewards[sample.row.uid] for sample in samples], dtype=torch.float64),
     )
     for index, row in enumerate(rows):
         row.advantages = advantages_BT[index, : len(row.response_ids)].numpy().copy()
+
+
+def _pad(arrays: Sequence[FloatArray | None], like_BT: torch.Tensor) -> torch.Tensor:
+    padded_BT = torch.zeros(like_BT.shape, dtype=torch.float32)
+    for index, array in enumerate(arrays):
+        assert array is not None, "values are computed before advantages"
+        padded_BT[index, : len(array)] = torch.from_numpy(array)
+    return padded_BT
+
+
+def compute_explained_variance(rows: Sequence[TrainRow]) -> float | None:
+    """1 - Var(returns - values) / Var(returns) over trainable tokens, for the values that the advantages were made of.
+
+    1: the critic knew every return; 0: no better than a constant; below 0: worse. None without varying returns.
+    """
+    used = [row for row in rows if row.trainable and row.response_ids]
+    returns = [row.returns for row in used if row.returns is not None]
+    values = [row.values for row in used if row.values is not None]
+    if not returns or len(returns) != len(values):
+        return None
+    returns_N = np.concatenate(returns).astype(np.float64)
+    residuals_N = returns_N - np.concatenate(values)
+    variance = float(returns_N.var())
+    return None if variance == 0 else 1.0 - float(residuals_N.var()) / variance
 
 
 def summarise(samples: Sequence[ScoredSample]) -> ExperienceStatistics:

@@ -9,24 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from rljob_api.contract import ResolvedJob, TrainerPhase
-from rljob_api.v1alpha1.algorithm import KLPlacement
+from rljob_api.v1alpha1.algorithm import AdvantageEstimator, KLPlacement
 from rljob_trainer.batching import order_mini_batches
 from rljob_trainer.checkpoint import files
 from rljob_trainer.config import build_loss_settings, compute_updates_per_rollout
+from rljob_trainer.critic import uses_critic
 from rljob_trainer.data import PromptRow
 from rljob_trainer.dispatch import Dispatcher
 from rljob_trainer.distributed.cluster import start_cluster
 from rljob_trainer.distributed.ray_connection import connect_ray
 from rljob_trainer.engines.contract import SamplingParams
 from rljob_trainer.errors import NumericalError, StopRequested
-from rljob_trainer.experience import build_rows, fill_advantages, summarise
+from rljob_trainer.experience import build_rows, compute_explained_variance, fill_advantages, summarise
 from rljob_trainer.inputs import load_inputs
 from rljob_trainer.optimization import compute_learning_rate
-from rljob_trainer.reporting import RunReporter, StepReport
+from rljob_trainer.reporting import CriticReport, RunReporter, StepReport
 from rljob_trainer.resume import ResumePoint, choose_resume_point, describe_start
 from rljob_trainer.rewards import RewardService
 from rljob_trainer.rollout import RolloutPlan, RolloutRunner, ScoredSample
-from rljob_trainer.rows import TrainRow, UpdateMetrics
+from rljob_trainer.rows import TrainRow, UpdateMetrics, ValueMetrics
 from rljob_trainer.saving import CheckpointSaver
 from rljob_trainer.stopping import StopSignal
 from rljob_trainer.warm_start import run_warm_start
@@ -57,6 +58,8 @@ class Trainer:
         self._state = RunState(kl_coefficient=job.spec.algorithm.kl.coefficient)
         self._saved_step: int | None = None
         self._uses_reference = self._algorithm.kl.placement is not KLPlacement.NONE
+        self._uses_critic = uses_critic(self._algorithm)
+        self._uses_greedy_baseline = self._algorithm.advantage_estimator is AdvantageEstimator.REMAX
 
     def run(self) -> None:
         """The whole run.
@@ -141,20 +144,17 @@ class Trainer:
             self._saver.wait()
 
     def _train_step(self, step: int) -> None:
-        """Rollout with rewards, old and reference log-probabilities where needed, advantages, updates, weight sync."""
+        """Rollout with rewards, old and reference log-probabilities, values, advantages, updates, weight sync."""
         started = time.monotonic()
         spec, training = self._spec, self._spec.training
         rows_of_step = [self._inputs.train.rows[index] for index in self._sampler.next_batch()]
-        samples = self._roll_out(
-            rows_of_step, spec.rollout.samples_per_prompt, spec.rollout.temperature, step, TrainerPhase.ROLLOUT
-        )
-        learning_rate = compute_learning_rate(
-            step,
-            peak=training.learning_rate,
-            schedule=training.schedule,
-            warmup_steps=training.warmup_steps,
-            total_steps=self._total_steps,
-        )
+        plans = [self._plan_rollout(rows_of_step, spec.rollout.samples_per_prompt, spec.rollout.temperature, step)]
+        if self._uses_greedy_baseline:
+            plans.append(self._plan_rollout(rows_of_step, 1, 0.0, step, label="greedy"))
+        samples, *baseline = self._roll_out(plans, TrainerPhase.ROLLOUT)
+        greedy = baseline[0] if baseline else None
+        learning_rate = self._compute_learning_rate(training.learning_rate, step)
+        critic: CriticReport | None = None
         with self._reporter.phase(TrainerPhase.TRAIN):
             rows = build_rows(samples, self._algorithm)
             policy_log_probs = None
@@ -167,14 +167,23 @@ class Trainer:
             if self._uses_reference:
                 for row, log_probs in zip(rows, self._dispatcher.compute_log_probs(rows, reference=True), strict=True):
                     row.reference_log_probs = log_probs
+            if self._uses_critic:
+                for row, values in zip(rows, self._dispatcher.compute_values(rows), strict=True):
+                    row.values = values
             fill_advantages(
                 rows,
                 samples,
                 self._algorithm,
                 kl_coefficient=self._state.kl_coefficient,
                 policy_log_probs=policy_log_probs,
+                greedy_rewards=None if greedy is None else {sample.row.uid: sample.reward for sample in greedy},
             )
-            metrics = [self._update(mini_batch, learning_rate) for mini_batch in self._cut_mini_batches(rows, step)]
+            metrics: list[UpdateMetrics] = []
+            if self._uses_critic:
+                critic = self._update_critic(rows, step)
+            if not self._is_critic_warmup(step):
+                mini_batches = self._cut_mini_batches(rows, step, training.epochs_per_step)
+                metrics = [self._update(mini_batch, learning_rate) for mini_batch in mini_batches]
         statistics = summarise(samples)
         self._state.step = step
         self._state.sampler = self._sampler.state_dict()
@@ -193,37 +202,73 @@ class Trainer:
                 num_nan_steps=self._state.num_nan_steps,
                 num_tokens_total=self._state.num_tokens_total,
                 samples=samples,
+                critic=critic,
+                greedy_samples=greedy,
             )
         )
+
+    def _compute_learning_rate(self, peak: float, step: int) -> float:
+        """Policy and critic follow the same schedule, each to its own peak."""
+        training = self._spec.training
+        return compute_learning_rate(
+            step,
+            peak=peak,
+            schedule=training.schedule,
+            warmup_steps=training.warmup_steps,
+            total_steps=self._total_steps,
+        )
+
+    def _is_critic_warmup(self, step: int) -> bool:
+        """Only the critic learns in the first `critic.warmupSteps` steps."""
+        return self._uses_critic and self._spec.critic is not None and step <= self._spec.critic.warmup_steps
+
+    def _update_critic(self, rows: list[TrainRow], step: int) -> CriticReport:
+        """The critic's passes over the rollout. The policy's advantages come from the values before them."""
+        settings = self._spec.critic
+        assert settings is not None, "the job is resolved"
+        learning_rate = self._compute_learning_rate(settings.learning_rate, step)
+        num_epochs = settings.epochs_per_step or self._spec.training.epochs_per_step
+        updates: list[ValueMetrics] = []
+        for mini_batch in self._cut_mini_batches(rows, step, num_epochs):
+            updates.append(self._dispatcher.update_critic(mini_batch, learning_rate=learning_rate))
+            self._count_non_finite(
+                updates[-1].is_finite,
+                f"critic: loss {updates[-1].loss}, gradient norm {updates[-1].gradient_norm}",
+                f"spec.critic.learningRate (now {settings.learning_rate:g})",
+            )
+        return CriticReport(updates, learning_rate, compute_explained_variance(rows))
 
     def _update(self, rows: Sequence[TrainRow], learning_rate: float) -> UpdateMetrics:
         """One optimizer update; too many non-finite ones in a row end the run."""
         metrics = self._dispatcher.update(rows, learning_rate=learning_rate, kl_coefficient=self._state.kl_coefficient)
-        if metrics.is_finite:
+        self._count_non_finite(
+            metrics.is_finite,
+            f"loss {metrics.loss}, gradient norm {metrics.gradient_norm}, entropy {metrics.entropy}, KL {metrics.kl}",
+            f"spec.training.learningRate (now {self._spec.training.learning_rate:g})",
+        )
+        return metrics
+
+    def _count_non_finite(self, is_finite: bool, facts: str, cure: str) -> None:
+        """Skipped updates are counted and named; too many in a row end the run."""
+        if is_finite:
             self._state.num_nan_steps_in_a_row = 0
-            return metrics
+            return
         self._state.num_nan_steps += 1
         self._state.num_nan_steps_in_a_row += 1
         limit = self._spec.training.max_nan_steps
-        self._reporter.note(
-            f"update skipped: loss {metrics.loss}, gradient norm {metrics.gradient_norm} "
-            f"({self._state.num_nan_steps_in_a_row} in a row, limit {limit})"
-        )
+        self._reporter.note(f"update skipped: {facts} ({self._state.num_nan_steps_in_a_row} in a row, limit {limit})")
         if self._state.num_nan_steps_in_a_row >= limit:
             raise NumericalError(
-                f"{limit} consecutive updates had NaN or Inf (loss {metrics.loss}, gradient norm "
-                f"{metrics.gradient_norm}, "
-                f"entropy {metrics.entropy}, KL {metrics.kl}); weights are those before them; lower "
-                f"spec.training.learningRate (now {self._spec.training.learning_rate:g}) or inspect samples.jsonl"
+                f"{limit} consecutive updates had NaN or Inf ({facts}); weights are those before them; lower {cure} or "
+                "inspect samples.jsonl"
             )
-        return metrics
 
-    def _cut_mini_batches(self, rows: list[TrainRow], step: int) -> list[list[TrainRow]]:
+    def _cut_mini_batches(self, rows: list[TrainRow], step: int, num_epochs: int) -> list[list[TrainRow]]:
         training, num_samples = self._spec.training, self._spec.rollout.samples_per_prompt
         order = order_mini_batches(
             training.prompts_per_step,
             training.mini_batch_prompts or training.prompts_per_step,
-            training.epochs_per_step,
+            num_epochs,
             seed=[training.seed, step],
         )
         return [
@@ -231,23 +276,30 @@ class Trainer:
             for prompts in order
         ]
 
-    def _roll_out(
-        self, rows: Sequence[PromptRow], num_samples: int, temperature: float, step: int, phase: TrainerPhase
-    ) -> list[ScoredSample]:
+    def _plan_rollout(
+        self, rows: Sequence[PromptRow], num_samples: int, temperature: float, step: int, label: str = ""
+    ) -> RolloutPlan:
         rollout = self._spec.rollout
-        plan = RolloutPlan(
+        return RolloutPlan(
             rows=rows,
             num_samples=num_samples,
             params=SamplingParams(rollout.max_response_tokens, temperature, rollout.top_p if temperature else 1.0),
             seed=self._spec.training.seed,
             step=step,
             timeout_seconds=rollout.timeout_seconds,
+            label=label,
         )
+
+    def _roll_out(self, plans: Sequence[RolloutPlan], phase: TrainerPhase) -> list[list[ScoredSample]]:
+        """Scored samples of each plan; the rewards of one are computed while the next generates."""
         poll = self._stop.raise_if_requested
         with self._reporter.phase(phase):
-            groups = self._runner.generate(plan, on_samples=self._reporter.count_samples, poll=poll)
+            groups = [self._runner.generate(plan, on_samples=self._reporter.count_samples, poll=poll) for plan in plans]
         with self._reporter.phase(TrainerPhase.REWARD if phase is TrainerPhase.ROLLOUT else phase):
-            return self._runner.collect(plan, groups, poll=poll)
+            return [
+                self._runner.collect(plan, groups_of_plan, poll=poll)
+                for plan, groups_of_plan in zip(plans, groups, strict=True)
+            ]
 
     def _sync_weights(self) -> None:
         """The version after step s is s + 1, in every attempt."""
@@ -258,19 +310,18 @@ class Trainer:
         if not self._inputs.validation:
             return
         evaluation = self._spec.evaluation
-        samples = self._roll_out(
-            self._inputs.validation,
-            evaluation.samples_per_prompt,
-            evaluation.temperature,
-            self._state.step,
-            TrainerPhase.EVALUATE,
+        plan = self._plan_rollout(
+            self._inputs.validation, evaluation.samples_per_prompt, evaluation.temperature, self._state.step
         )
+        (samples,) = self._roll_out([plan], TrainerPhase.EVALUATE)
         self._reporter.report_evaluation(self._state.step, summarise(samples), samples)
 
     def _restore_or_warm_start(self, resume: ResumePoint | None) -> None:
         if resume is not None:
             if self._uses_reference:
                 self._dispatcher.setup_reference()
+            if self._uses_critic:
+                self._dispatcher.setup_critic()
             self._dispatcher.load(resume.checkpoint.path)
             if resume.is_own:
                 self._state = RunState(**files.read_trainer_state(resume.checkpoint))
@@ -291,6 +342,8 @@ class Trainer:
         self._state.is_warm_started = True
         if self._uses_reference:
             self._dispatcher.setup_reference()
+        if self._uses_critic:
+            self._dispatcher.setup_critic()
 
     def _after_warm_start_step(self, step: int, metrics: UpdateMetrics) -> None:
         assert self._spec.warm_start is not None

@@ -15,7 +15,7 @@ from rljob_trainer.checkpoint.files import Checkpoint
 from rljob_trainer.experience import ExperienceStatistics
 from rljob_trainer.rewards import summarise_rewards
 from rljob_trainer.rollout import ScoredSample
-from rljob_trainer.rows import UpdateMetrics
+from rljob_trainer.rows import UpdateMetrics, ValueMetrics
 from rljob_trainer.telemetry import (
     Console,
     MetricsWriter,
@@ -27,6 +27,16 @@ from rljob_trainer.telemetry import (
 )
 
 WARM_START_LINE_EVERY = 20
+
+
+@dataclass(frozen=True)
+class CriticReport:
+    """The critic's part of a step."""
+
+    updates: list[ValueMetrics]
+    learning_rate: float
+    explained_variance: float | None
+    """Of the returns, by the values before the updates; None without varying returns."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,10 @@ class StepReport:
     """Updates skipped for NaN or Inf since the run began."""
     num_tokens_total: int
     samples: list[ScoredSample]
+    critic: CriticReport | None = None
+    """PPO."""
+    greedy_samples: list[ScoredSample] | None = None
+    """ReMax: one per prompt, not trained on."""
 
 
 class RunReporter:
@@ -134,13 +148,18 @@ class RunReporter:
         )
         row = asdict(self._statistics) | {
             "rollout_kl_mean": _mean([update.rollout_kl for update in updates]),
-            "ratio_max_deviation": max(update.ratio_max_deviation for update in updates),
+            # Without an update (the critic's warm-up) there is nothing to say about the policy.
+            "ratio_max_deviation": max((update.ratio_max_deviation for update in updates), default=None),
             "num_updates": len(updates),
             "num_skipped_updates": sum(not update.is_finite for update in updates),
             "num_samples": statistics.num_samples,
             "truncated_fraction": statistics.truncated_fraction,
             "zero_variance_group_fraction": statistics.zero_variance_group_fraction,
         }
+        if report.critic is not None:
+            row |= _describe_critic(report.critic)
+        if report.greedy_samples is not None:
+            row |= _describe_greedy(report.greedy_samples)
         if self._metrics is not None:
             self._metrics.write(row)
         every = self._job.spec.tracking.sample_every_steps
@@ -218,6 +237,30 @@ class RunReporter:
 
 def _describe(checkpoint: Checkpoint) -> CheckpointStatus:
     return CheckpointStatus(step=checkpoint.step, path=str(checkpoint.path), time=checkpoint.manifest.time)
+
+
+def _describe_critic(critic: CriticReport) -> dict[str, Any]:
+    updates = critic.updates
+    return {
+        "value_loss": _mean([update.loss for update in updates]),
+        "value_mean": _mean([update.value_mean for update in updates]),
+        "value_clip_fraction": _mean([update.clip_fraction for update in updates]),
+        "value_explained_variance": critic.explained_variance,
+        "critic_gradient_norm": _mean([update.gradient_norm for update in updates]),
+        "critic_learning_rate": critic.learning_rate,
+        "num_critic_updates": len(updates),
+        "num_skipped_critic_updates": sum(not update.is_finite for update in updates),
+    }
+
+
+def _describe_greedy(samples: Sequence[ScoredSample]) -> dict[str, Any]:
+    rewards = [sample.result.reward for sample in samples if sample.result.reward is not None]
+    return {
+        "baseline_reward_mean": _mean(rewards),
+        "num_baseline_samples": len(samples),
+        "num_baseline_tokens": sum(len(sample.token_ids) for sample in samples),
+        "num_prompts_without_baseline": len(samples) - len(rewards),
+    }
 
 
 def _mean(values: Sequence[float]) -> Any:

@@ -54,6 +54,8 @@ class RolloutPlan:
     seed: int
     step: int
     timeout_seconds: float
+    label: str = ""
+    """Tells plans over the same prompts apart (ReMax's greedy responses)."""
 
 
 class RolloutRunner:
@@ -64,6 +66,9 @@ class RolloutRunner:
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._reward = reward
+        self._num_submitted = 0
+        self._results: dict[str, ScoreResult] = {}
+        """Collected, but not yet asked for: of another plan that was generated at the same time."""
 
     def generate(
         self, plan: RolloutPlan, *, on_samples: Callable[[int], None], poll: Callable[[], None]
@@ -92,7 +97,7 @@ class RolloutRunner:
             ):
                 group: GeneratedGroup = get_value(reference, engine, FETCH_SECONDS)
                 groups[group.uid] = group
-                self._submit(rows[group.uid], group)
+                self._submit(plan, rows[group.uid], group)
                 on_samples(len(group.samples))
         except StopRequested:
             for engine in engines:
@@ -108,25 +113,13 @@ class RolloutRunner:
     def collect(
         self, plan: RolloutPlan, groups: dict[str, GeneratedGroup], *, poll: Callable[[], None]
     ) -> list[ScoredSample]:
-        """Wait for the rewards; samples in the order of the plan, whatever the order they came in.
+        """Wait for the rewards of everything generated; samples in the order of the plan, whatever order they came in.
 
         Raises:
             RewardError: a reward function failed (`onError: FailJob`) or did not answer.
         """
-        num_samples = len(plan.rows) * plan.num_samples
-        seconds_per_sample = sum(function.timeout_seconds for function in self._reward.functions)
-        deadline = REWARD_SLACK_SECONDS + seconds_per_sample * -(-num_samples // self._reward.num_workers)
-        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="collect-rewards") as executor:
-            collecting = executor.submit(self._rewards.collect, deadline)
-            while True:
-                poll()
-                try:
-                    results = {result.sample_id: result for result in collecting.result(timeout=0.5)}
-                    break
-                except concurrent.futures.TimeoutError:
-                    # On Python 3.11 this is also TimeoutError: one that the collection raised must not be retried.
-                    if collecting.done():
-                        raise
+        if self._num_submitted:
+            self._wait_for_rewards(poll)
         samples: list[ScoredSample] = []
         for row in plan.rows:
             group = groups[row.uid]
@@ -140,15 +133,32 @@ class RolloutRunner:
                         finish_reason=sample.finish_reason,
                         weight_version=sample.weight_version,
                         text=text,
-                        result=results[_sample_id(row.uid, index)],
+                        result=self._results.pop(_sample_id(plan, row.uid, index)),
                     )
                 )
         return samples
 
-    def _submit(self, row: PromptRow, group: GeneratedGroup) -> None:
+    def _wait_for_rewards(self, poll: Callable[[], None]) -> None:
+        seconds_per_sample = sum(function.timeout_seconds for function in self._reward.functions)
+        deadline = REWARD_SLACK_SECONDS + seconds_per_sample * -(-self._num_submitted // self._reward.num_workers)
+        self._num_submitted = 0
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="collect-rewards") as executor:
+            collecting = executor.submit(self._rewards.collect, deadline)
+            while True:
+                poll()
+                try:
+                    self._results.update({result.sample_id: result for result in collecting.result(timeout=0.5)})
+                    return
+                except concurrent.futures.TimeoutError:
+                    # On Python 3.11 this is also TimeoutError: one that the collection raised must not be retried.
+                    if collecting.done():
+                        raise
+
+    def _submit(self, plan: RolloutPlan, row: PromptRow, group: GeneratedGroup) -> None:
         for index, text in enumerate(self._decode(group)):
+            self._num_submitted += 1
             self._rewards.submit(
-                ScoreRequest(_sample_id(row.uid, index), row.prompt_text, text, row.answer, row.fields)
+                ScoreRequest(_sample_id(plan, row.uid, index), row.prompt_text, text, row.answer, row.fields)
             )
 
     def _decode(self, group: GeneratedGroup) -> list[str]:
@@ -158,5 +168,5 @@ class RolloutRunner:
         return texts
 
 
-def _sample_id(uid: str, index: int) -> str:
-    return f"{uid}#{index}"
+def _sample_id(plan: RolloutPlan, uid: str, index: int) -> str:
+    return f"{uid}#{plan.label}{index}"

@@ -1,4 +1,4 @@
-"""`TrainWorker`: one FSDP2 rank. Holds policy, optimizer and (for a KL term) the reference; decides nothing."""
+"""`TrainWorker`: one FSDP2 rank. Holds policy, optimizer and, where used, reference and critic; decides nothing."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from rljob_api.v1alpha1.model import Toggle
 from rljob_trainer.checkpoint.export import export_policy
 from rljob_trainer.checkpoint.records import FileRecord
 from rljob_trainer.checkpoint.state import StatePart, StateWriter, gather_full_weights, load_state
+from rljob_trainer.critic import CriticRank
 from rljob_trainer.distributed.location import ActorLocation, locate_this_actor
 from rljob_trainer.distributed.network import choose_interface, is_loopback, set_interface
 from rljob_trainer.distributed.process_group import Rendezvous, join_process_group, start_store
 from rljob_trainer.errors import ConfigurationError
 from rljob_trainer.models.policy import TORCH_DTYPES, PolicyModel, load_causal_lm
 from rljob_trainer.models.sharding import shard_policy
+from rljob_trainer.models.value import ValueModel, load_value_model
 from rljob_trainer.optimization import build_optimizer
 from rljob_trainer.quiet import quiet_libraries
-from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics
+from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics, ValueMetrics
 from rljob_trainer.sync.buckets import (
     DEVICE_BUCKET_BYTES,
     HOST_BUCKET_BYTES,
@@ -93,6 +95,7 @@ class TrainWorker:
         self._mesh = init_device_mesh(self._device.type, (job.layout.world_size,))
         self._policy = self._build_policy(spec.model.source, spec.model.revision, "spec.model.source")
         self._reference: PolicyModel | None = None
+        self._critic: CriticRank | None = None
         self._optimizer = build_optimizer(self._policy, spec.training)
         self._writer = StateWriter(use_gpu=self._use_gpu)
         self._ranks = Ranks(job.layout.world_size, self._sum_over_ranks, self._max_over_ranks)
@@ -100,15 +103,18 @@ class TrainWorker:
         return {"interface": interface, "num_parameters": num_parameters, "num_blocks": len(self._policy.blocks)}
 
     def _build_policy(self, source: str, revision: str | None, field: str) -> PolicyModel:
-        model = self._job.spec.model
         policy = PolicyModel(load_causal_lm(source, revision, field=field))
-        policy.to(self._device)
+        self._shard(policy)
+        return policy
+
+    def _shard(self, module: PolicyModel | ValueModel) -> None:
+        model = self._job.spec.model
+        module.to(self._device)
         # Auto recomputes on GPUs, where activations are what runs out; on CPUs time is.
         recompute = model.gradient_checkpointing is Toggle.ALWAYS or (
             model.gradient_checkpointing is Toggle.AUTO and self._use_gpu
         )
-        shard_policy(policy, self._mesh, model.dtype, recompute_blocks=recompute)
-        return policy
+        shard_policy(module, self._mesh, model.dtype, recompute_blocks=recompute)
 
     def setup_reference(self) -> None:
         """The frozen reference: its own source, else a copy of the policy as it is now (after the warm start)."""
@@ -124,6 +130,28 @@ class TrainWorker:
                     local_target: Any = target
                     local_origin: Any = origin
                     local_target.to_local().copy_(local_origin.to_local())
+
+    def setup_critic(self) -> None:
+        """The critic: its own source, else the policy as it is now (after the warm start) with a new head."""
+        model, critic = self._job.spec.model, self._job.spec.critic
+        source = model.source if critic is None or critic.source is None else critic.source
+        is_copy = source == model.source
+        field = "spec.model.source" if is_copy else "spec.critic.source"
+        value_model = load_value_model(source, model.revision if is_copy else None, field=field)
+        self._shard(value_model)
+        self._critic = CriticRank(self._job, value_model, self._ranks, self._device, self._note_progress)
+        if is_copy:
+            self._critic.start_from_policy(self._policy)
+
+    def compute_values(self, micro_batches: list[list[TrainRow]]) -> list[list[FloatArray]]:
+        """Values per row under the critic."""
+        assert self._critic is not None, "setup_critic comes first"
+        return self._critic.compute_values(micro_batches)
+
+    def update_critic(self, batch: MiniBatch) -> ValueMetrics:
+        """One optimizer update of the critic."""
+        assert self._critic is not None, "setup_critic comes first"
+        return self._critic.update(batch)
 
     def reset_optimizer(self) -> None:
         """Forget the moments of the warm start."""
@@ -190,6 +218,8 @@ class TrainWorker:
         parts = {"policy": StatePart(self._policy, self._optimizer)}
         if self._reference is not None:
             parts["reference"] = StatePart(self._reference)
+        if self._critic is not None:
+            parts["critic"] = self._critic.state
         return parts
 
     def export(self, target: str) -> None:
