@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rljob_trainer.batching import BatchPlan
 
 FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
 
 
 @dataclass
@@ -30,6 +31,20 @@ class TrainRow:
     """The critic's value of the state before each token, as it was when the rollout ended."""
     returns: FloatArray | None = None
     """What the critic's values are moved towards: advantages before whitening + values."""
+
+    token_weights: FloatArray | None = None
+    """Rollout correction: multiply the token losses; None: no weights."""
+    kept: BoolArray | None = None
+    """False on tokens that the rollout correction rejected; they are not trained on. None keeps all."""
+    selected: BoolArray | None = None
+    """Tokens that Clip-Cov or KL-Cov treat, chosen over the whole mini-batch."""
+
+    @property
+    def num_trainable_tokens(self) -> int:
+        """Tokens that take part in the loss."""
+        if not self.trainable:
+            return 0
+        return len(self.response_ids) if self.kept is None else int(self.kept.sum())
 
     @property
     def num_tokens(self) -> int:
@@ -70,6 +85,12 @@ class UpdateMetrics:
     """Trainable tokens."""
     is_finite: bool
     """False: NaN or Inf in loss, KL, entropy or gradient; the weights were left alone."""
+    correction_weight_mean: float = 1.0
+    """Mean importance weight of the rollout correction, over tokens before rejection; 1 without weights."""
+    effective_sample_fraction: float = 1.0
+    """1 / mean((w / mean w)^2) over the same tokens: how many samples' worth of signal the weights leave."""
+    rejected_fraction: float = 0.0
+    """Share of tokens that the rollout correction rejected."""
 
 
 @dataclass(frozen=True)
@@ -96,5 +117,5 @@ def split_rows(rows: Sequence[TrainRow], plan: BatchPlan) -> list[list[list[Trai
 
 def count_trainable(rows: Sequence[TrainRow]) -> tuple[int, int]:
     """(tokens, sequences with at least one token) that take part in the loss."""
-    lengths = [len(row.response_ids) for row in rows if row.trainable and row.response_ids]
-    return sum(lengths), len(lengths)
+    counts = [row.num_trainable_tokens for row in rows]
+    return sum(counts), sum(count > 0 for count in counts)

@@ -14,12 +14,18 @@ from rljob_api.v1alpha1.algorithm import KLEstimator, LossAggregation, PolicyLos
 from rljob_trainer.algorithms.aggregation import aggregate, compute_token_weights
 from rljob_trainer.algorithms.kl import compute_kl
 from rljob_trainer.algorithms.policy_losses import PolicyLossOptions, compute_policy_loss
+from rljob_trainer.algorithms.rollout_correction import (
+    CorrectionOptions,
+    compute_correction,
+    compute_effective_sample_fraction,
+)
+from rljob_trainer.models.log_probs import compute_entropy, compute_sum_pi_squared
 from rljob_trainer.models.packed_batch import PackedBatch, pack_sequences
 from rljob_trainer.models.policy import PolicyModel
 from rljob_trainer.optimization import set_learning_rate
-from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics
+from rljob_trainer.rows import BoolArray, FloatArray, MiniBatch, TrainRow, UpdateMetrics
 
-SUM_NAMES = ("loss", "entropy", "kl", "rollout_kl", "clipped")
+SUM_NAMES = ("loss", "entropy", "kl", "rollout_kl", "clipped", "trainable", "rejected", "weight", "weight_square")
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class LossSettings:
     loss_kl_estimator: KLEstimator | None = None
     """Set when the KL term is part of the loss."""
     options: PolicyLossOptions = field(default_factory=PolicyLossOptions)
+    bypass_correction: CorrectionOptions | None = None
+    """Set when old log-probabilities are the engine's: weights and rejections then follow the policy as it moves."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +68,20 @@ def compute_row_log_probs(
     temperature: float,
     device: torch.device,
     on_micro_batch: Callable[[], None],
+    with_sum_pi_squared: bool = False,
 ) -> list[list[FloatArray]]:
-    """Log-probabilities per row (tokens of its response), in the order given. Collective over ranks."""
+    """Log-probabilities per row (tokens of its response), in the order given. Collective over ranks.
+
+    `with_sum_pi_squared`: arrays (2, tokens), log-probabilities and sums of squared probabilities over the vocabulary.
+    """
+    statistic = compute_sum_pi_squared if with_sum_pi_squared else compute_entropy
     results: list[list[FloatArray]] = []
     for rows in micro_batches:
-        log_probs_R, _ = policy(pack_rows(rows, device), temperature=temperature)
-        flat = log_probs_R.float().cpu().numpy()
+        log_probs_R, statistic_R = policy(pack_rows(rows, device), temperature=temperature, statistic=statistic)
+        found = torch.stack([log_probs_R, statistic_R]) if with_sum_pi_squared else log_probs_R
+        flat = found.float().cpu().numpy()
         offsets = np.cumsum([0, *(len(row.response_ids) for row in rows)])
-        results.append([flat[offsets[i] : offsets[i + 1]].copy() for i in range(len(rows))])
+        results.append([flat[..., offsets[i] : offsets[i + 1]].copy() for i in range(len(rows))])
         on_micro_batch()
     return results
 
@@ -102,7 +116,8 @@ def apply_update(
         on_micro_batch()
     gradient_norm = clip_gradients(policy, gradient_clip)
     totals = dict(zip(SUM_NAMES, ranks.sum_over_ranks(sums).tolist(), strict=True))
-    num_tokens = max(batch.num_tokens_global, 1)
+    num_weighted = max(totals["trainable"], 1)
+    num_tokens = max(totals["trainable"] - totals["rejected"], 1)
     finite = math.isfinite(gradient_norm) and all(math.isfinite(total) for total in totals.values())
     if finite and batch.num_tokens_global > 0:
         set_learning_rate(optimizer, batch.learning_rate)
@@ -118,6 +133,11 @@ def apply_update(
         ratio_max_deviation=float(ranks.max_over_ranks(deviation)),
         num_tokens=batch.num_tokens_global,
         is_finite=finite,
+        correction_weight_mean=totals["weight"] / num_weighted,
+        effective_sample_fraction=compute_effective_sample_fraction(
+            totals["weight"], totals["weight_square"], num_weighted
+        ),
+        rejected_fraction=totals["rejected"] / num_weighted,
     )
 
 
@@ -135,16 +155,31 @@ def _compute_loss(
     )
     num_tokens = log_probs_R.shape[0]
 
-    def per_token(get_values: Callable[[TrainRow], FloatArray | None]) -> Tensor | None:
+    def per_token(get_values: Callable[[TrainRow], FloatArray | BoolArray | None]) -> Tensor | None:
         values = [get_values(row) for row in rows]
         present = [value for value in values if value is not None]
         if not present or len(present) != len(values):
             return None
         return torch.from_numpy(np.concatenate(present)).to(device)
 
+    detached_R = log_probs_R.detach()
+    rollout_R = per_token(lambda row: row.rollout_log_probs)
+    reference_R = per_token(lambda row: row.reference_log_probs)
+    old_R = per_token(lambda row: row.old_log_probs)
+    old_R = detached_R if old_R is None else old_R
+    token_weights_R = per_token(lambda row: row.token_weights)
+    kept_R = per_token(lambda row: row.kept)
+    # An empty micro-batch still takes part in every collective; nothing of it is selected.
+    selected_R = per_token(lambda row: row.selected) if rows else torch.zeros_like(detached_R, dtype=torch.bool)
     trainable = [row.trainable for row in rows] or [False]
-    mask_R = torch.tensor(trainable, device=device)[pack.sequence_ids_R]
-    counts_S = torch.bincount(pack.sequence_ids_R, minlength=pack.num_sequences)
+    trainable_R = torch.tensor(trainable, device=device)[pack.sequence_ids_R]
+    if settings.bypass_correction is not None and not batch.is_supervised:
+        correction = compute_correction(
+            detached_R, old_R, trainable_R, pack.sequence_ids_R, pack.num_sequences, settings.bypass_correction
+        )
+        token_weights_R, kept_R = correction.weights_N, correction.kept_N
+    mask_R = trainable_R if kept_R is None else trainable_R & kept_R
+    counts_S = torch.zeros(pack.num_sequences, device=device).index_add(0, pack.sequence_ids_R, mask_R.float())
     weights_R = compute_token_weights(
         LossAggregation.TOKEN_MEAN if batch.is_supervised else settings.aggregation,
         mask_R,
@@ -154,17 +189,12 @@ def _compute_loss(
         sequence_token_counts_S=counts_S,
         norm_tokens=settings.norm_tokens,
     )
-    detached_R = log_probs_R.detach()
-    rollout_R = per_token(lambda row: row.rollout_log_probs)
-    reference_R = per_token(lambda row: row.reference_log_probs)
     clipped_R = torch.zeros(num_tokens, dtype=torch.bool, device=device)
     deviation = torch.zeros(1, dtype=torch.float64, device=device)
     if batch.is_supervised:
         loss = aggregate(-log_probs_R, weights_R)
     else:
         advantages_R = per_token(lambda row: row.advantages)
-        old_R = per_token(lambda row: row.old_log_probs)
-        old_R = detached_R if old_R is None else old_R
         output = compute_policy_loss(
             settings.policy_loss,
             log_probs_N=log_probs_R,
@@ -174,6 +204,8 @@ def _compute_loss(
             sequence_ids_N=pack.sequence_ids_R,
             num_sequences=pack.num_sequences,
             options=settings.options,
+            token_weights_N=token_weights_R,
+            selected_N=selected_R,
         )
         loss = aggregate(output.token_losses_N, weights_R)
         if settings.loss_kl_estimator is not None and reference_R is not None:
@@ -185,10 +217,11 @@ def _compute_loss(
         ratio_R = (detached_R - old_R).exp()
         deviation = torch.where(mask_R, (ratio_R - 1).abs(), torch.zeros_like(ratio_R)).max().double().reshape(1)
 
-    def masked_sum(values_R: Tensor) -> Tensor:
+    def masked_sum(values_R: Tensor, mask_R: Tensor = mask_R) -> Tensor:
         return torch.where(mask_R, values_R.detach().double(), 0.0).sum()
 
     zeros_R = torch.zeros_like(detached_R)
+    correction_R = torch.ones_like(detached_R) if token_weights_R is None else token_weights_R
     sums = torch.stack(
         [
             loss.detach().double(),
@@ -196,6 +229,10 @@ def _compute_loss(
             masked_sum(zeros_R if reference_R is None else compute_kl(KLEstimator.K3, detached_R, reference_R)),
             masked_sum(zeros_R if rollout_R is None else compute_kl(KLEstimator.K3, detached_R, rollout_R)),
             masked_sum(clipped_R),
+            masked_sum(torch.ones_like(detached_R), trainable_R),
+            masked_sum(~mask_R, trainable_R),
+            masked_sum(correction_R, trainable_R),
+            masked_sum(correction_R**2, trainable_R),
         ]
     )
     return loss, sums, deviation

@@ -141,11 +141,23 @@ def compute_grpo_pass_k(groups: GroupStatistics, normalize_by_std: bool) -> Tens
     return torch.where(groups.constant_B, torch.zeros_like(advantages_B), advantages_B)
 
 
-def compute_gdpo(reward_components_KB: Tensor, weights_K: Tensor, group_ids_B: Tensor, mask_BT: Tensor) -> Tensor:
-    """whiten(sum_k w_k GRPO(component k)): components are normalised before they are mixed; GDPO."""
+def compute_gdpo(
+    reward_components_KB: Tensor,
+    weights_K: Tensor,
+    group_ids_B: Tensor,
+    mask_BT: Tensor,
+    *,
+    normalize_by_std: bool = True,
+) -> Tensor:
+    """whiten(sum_k w_k GRPO(component k)): components are normalised before they are mixed; GDPO (arXiv 2601.05242).
+
+    Rows with a missing component take no part in that component's groups and get 0 from it.
+    """
     mixed_B = torch.zeros(group_ids_B.shape[0], dtype=torch.float64, device=group_ids_B.device)
     for rewards_B, weight in zip(reward_components_KB, weights_K, strict=True):
-        mixed_B = mixed_B + weight.double() * compute_grpo(compute_group_statistics(rewards_B, group_ids_B), True)
+        mixed_B = mixed_B + weight.double() * compute_grpo(
+            compute_group_statistics(rewards_B, group_ids_B), normalize_by_std
+        )
     mask_BT = mask_BT.bool()
     spread_BT = torch.where(mask_BT, mixed_B[:, None], torch.zeros((), dtype=torch.float64, device=mask_BT.device))
     return whiten(spread_BT, mask_BT).float()

@@ -31,8 +31,24 @@ def compute_kl(estimator: KLEstimator, log_probs: Tensor, reference_log_probs: T
     k3 = torch.expm1(-clamped) + clamped
     if estimator is KLEstimator.K3:
         return k3
-    value = difference if estimator is KLEstimator.K1_STRAIGHT_THROUGH else k3
-    return k2 - k2.detach() + value.detach()
+    values = {
+        KLEstimator.K1_STRAIGHT_THROUGH: difference,
+        KLEstimator.ABS_STRAIGHT_THROUGH: difference.abs(),
+        KLEstimator.K3_STRAIGHT_THROUGH: k3,
+    }
+    return k2 - k2.detach() + values[estimator].detach()
+
+
+def compute_mean_kl(kl_BT: Tensor, mask_BT: Tensor) -> float:
+    """Mean over rows of the mean over their tokens: what the adaptive controller follows.
+
+    Rows without tokens are left out; counted as 0 they would pull the coefficient down.
+    """
+    mask_BT = mask_BT.bool()
+    counts_B = mask_BT.sum(dim=1)
+    sums_B = torch.where(mask_BT, kl_BT, torch.zeros_like(kl_BT)).double().sum(dim=1)
+    rows_R = counts_B > 0
+    return float((sums_B[rows_R] / counts_B[rows_R]).mean()) if bool(rows_R.any()) else 0.0
 
 
 def update_kl_coefficient(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rljob_api.v1alpha1.algorithm import LossAggregation, PolicyLoss
+from rljob_api.v1alpha1.algorithm import PolicyLoss
 
 LOG_RATIO_CLAMP = 20.0
 COVARIANCE_LOG_RATIO_CLAMP = 80.0
@@ -26,21 +26,22 @@ class PolicyLossOptions:
     """Numbers of the losses; each is read only by the losses that name it.
 
     `clip_low`, `clip_high`: ratio kept in [1 - low, 1 + high] (PPOClip, GSPO, CISPO, ClipCov; log-ratio for GMPO;
-    divergence bounds for DPPO*). `clip_dual`: upper bound for A < 0 as a multiple of |A| (PPOClip), ratio cap (DPPO*).
-    `tau_positive`, `tau_negative`: SAPO temperatures. `dro_beta`: DRO regularisation.
+    divergence bounds for DPPO*). `clip_dual`: upper bound for A < 0 as a multiple of |A| (PPOClip); None: no bound.
+    `ratio_cap`: DPPO*. `tau_positive`, `tau_negative`: SAPO temperatures. `dro_beta`: DRO regularisation.
     `cov_fraction`, `cov_low`, `cov_high`, `kl_cov_coefficient`: ClipCov and KLCov.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_dual: float | None = 3.0
+    ratio_cap: float = 20.0
     tau_positive: float = 1.0
     tau_negative: float = 1.05
-    dro_beta: float = 0.1
+    dro_beta: float = 1.0
     cov_fraction: float = 0.0002
     cov_low: float = 1.0
     cov_high: float = 5.0
-    kl_cov_coefficient: float = 0.1
+    kl_cov_coefficient: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class PolicyLossInputs:
     sequence_ids_N: Tensor
     num_sequences: int
     options: PolicyLossOptions
+    selected_N: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,19 @@ def compute_policy_loss(
     num_sequences: int,
     options: PolicyLossOptions | None = None,
     token_weights_N: Tensor | None = None,
+    selected_N: Tensor | None = None,
 ) -> PolicyLossOutput:
-    """Per-token losses of `loss`. `token_weights_N` (rollout correction) multiply them, without gradient.
+    """Per-token losses of `loss`.
+
+    `token_weights_N` (rollout correction) multiply them, without gradient; GMPO, one product per sequence, takes their
+    geometric mean over the sequence. `selected_N`: the tokens that ClipCov and KLCov treat, from
+    `covariance.select_tokens` over the whole mini-batch.
 
     Raises:
-        ValueError: token weights with GMPO, whose loss is one product over the sequence.
+        ValueError: ClipCov or KLCov without `selected_N`.
     """
-    if token_weights_N is not None and loss is PolicyLoss.GMPO:
-        raise ValueError("GMPO has one ratio per sequence: use rolloutCorrection.level None with policyLoss GMPO")
+    if loss in COVARIANCE_LOSSES and selected_N is None:
+        raise ValueError(f"{loss} needs selected_N, chosen over the whole mini-batch by covariance.select_tokens")
     mask_N = mask_N.bool()
 
     def select(values_N: Tensor) -> Tensor:
@@ -96,18 +103,16 @@ def compute_policy_loss(
         sequence_ids_N=sequence_ids_N,
         num_sequences=num_sequences,
         options=options or PolicyLossOptions(),
+        selected_N=torch.zeros_like(mask_N) if selected_N is None else selected_N.bool() & mask_N,
     )
     output = LOSSES[loss](inputs)
     token_losses_N = select(output.token_losses_N)
     if token_weights_N is not None:
-        token_losses_N = token_losses_N * select(token_weights_N.detach())
+        weights_N = select(token_weights_N.detach())
+        if loss is PolicyLoss.GMPO:
+            weights_N = select(mean_per_sequence(weights_N.log(), inputs).exp())
+        token_losses_N = token_losses_N * weights_N
     return PolicyLossOutput(token_losses_N, output.clipped_N & mask_N)
-
-
-def get_required_aggregation(loss: PolicyLoss) -> LossAggregation | None:
-    """The only aggregation a loss is defined for; None: any."""
-    sequence_mean = (PolicyLoss.SAPO, PolicyLoss.GMPO)
-    return LossAggregation.SEQUENCE_MEAN_TOKEN_MEAN if loss in sequence_mean else None
 
 
 def mean_per_sequence(values_N: Tensor, inputs: PolicyLossInputs) -> Tensor:
@@ -180,7 +185,7 @@ def compute_dro(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def compute_dppo_tv(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """-A sg(min(r, cap)) log pi while pi - pi_old stays inside the total-variation bounds."""
+    """-A sg(min(r, cap)) log pi while pi - pi_old stays inside the total-variation bounds (arXiv 2602.04879)."""
     options, advantages_N = inputs.options, inputs.advantages_N
     move_N = (inputs.log_probs_N.exp() - inputs.old_log_probs_N.exp()).detach()
     inside_N = torch.where(advantages_N > 0, move_N <= options.clip_high, move_N >= -options.clip_low)
@@ -201,8 +206,7 @@ def compute_dppo_kl(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def _mask_divergence(inputs: PolicyLossInputs, inside_N: Tensor) -> PolicyLossOutput:
-    cap = inputs.options.clip_dual if inputs.options.clip_dual is not None else torch.inf
-    weight_N = compute_ratio(inputs).detach().clamp(max=cap) * inside_N
+    weight_N = compute_ratio(inputs).detach().clamp(max=inputs.options.ratio_cap) * inside_N
     return PolicyLossOutput(-inputs.advantages_N * weight_N * inputs.log_probs_N, ~inside_N)
 
 
@@ -222,49 +226,29 @@ def compute_gmpo(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def compute_clip_cov(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """Single clip; a few high-covariance tokens lose their gradient (Clip-Cov, arXiv 2505.22617).
-
-    The tokens are the ones of highest covariance among the eligible, where the paper draws them at random: the same
-    expectation, reproducible. Covariances are those of the tokens given.
-    """
-    options, advantages_N = inputs.options, inputs.advantages_N
-    ratio_N = compute_ratio(inputs, COVARIANCE_LOG_RATIO_CLAMP)
-    plain_N = -advantages_N * ratio_N
-    clipped_N = -advantages_N * ratio_N.clamp(1 - options.clip_low, 1 + options.clip_high)
+    """Single clip; the selected tokens of high covariance lose their gradient (Clip-Cov, arXiv 2505.22617)."""
+    plain_N, clipped_N = compute_single_clip(inputs)
     loss_N = torch.maximum(plain_N, clipped_N)
-    is_clipped_N = clipped_N > plain_N
-    covariance_N = _compute_covariance(inputs)
-    eligible_N = inputs.mask_N & ~is_clipped_N & (covariance_N > options.cov_low) & (covariance_N < options.cov_high)
-    quota = max(1, int(options.cov_fraction * int(inputs.mask_N.sum())))
-    ranked_N = torch.where(eligible_N, covariance_N, torch.full_like(covariance_N, -torch.inf))
-    chosen_K = torch.topk(ranked_N, min(quota, ranked_N.numel())).indices
-    dropped_N = torch.zeros_like(inputs.mask_N)
-    dropped_N[chosen_K] = True
-    dropped_N = dropped_N & eligible_N
-    return PolicyLossOutput(torch.where(dropped_N, torch.zeros_like(loss_N), loss_N), is_clipped_N | dropped_N)
+    loss_N = torch.where(inputs.selected_N, torch.zeros_like(loss_N), loss_N)
+    return PolicyLossOutput(loss_N, (clipped_N > plain_N) | inputs.selected_N)
 
 
 def compute_kl_cov(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """-A r, plus a KL penalty on the tokens of highest covariance (KL-Cov, arXiv 2505.22617)."""
-    options = inputs.options
+    """-A r, plus a KL penalty on the selected tokens of highest covariance (KL-Cov, arXiv 2505.22617)."""
     plain_N = -inputs.advantages_N * compute_ratio(inputs, COVARIANCE_LOG_RATIO_CLAMP)
-    penalised_N = plain_N + options.kl_cov_coefficient * (inputs.log_probs_N - inputs.old_log_probs_N).abs()
-    covariance_N = _compute_covariance(inputs)
-    quota = max(1, int(options.cov_fraction * int(inputs.mask_N.sum())))
-    ranked_N = torch.where(inputs.mask_N, covariance_N, torch.full_like(covariance_N, -torch.inf))
-    chosen_K = torch.topk(ranked_N, min(quota, ranked_N.numel())).indices
-    chosen_N = torch.zeros_like(inputs.mask_N)
-    chosen_N[chosen_K] = True
-    return PolicyLossOutput(torch.where(chosen_N, penalised_N, plain_N), chosen_N)
+    penalty_N = inputs.options.kl_cov_coefficient * (inputs.log_probs_N - inputs.old_log_probs_N).abs()
+    return PolicyLossOutput(torch.where(inputs.selected_N, plain_N + penalty_N, plain_N), inputs.selected_N)
 
 
-def _compute_covariance(inputs: PolicyLossInputs) -> Tensor:
-    count = inputs.mask_N.sum().clamp(min=1)
-    log_probs_N = inputs.log_probs_N.detach()
-    mean_advantage = inputs.advantages_N.sum() / count
-    mean_log_prob = log_probs_N.sum() / count
-    return (inputs.advantages_N - mean_advantage) * (log_probs_N - mean_log_prob)
+def compute_single_clip(inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
+    """(-A r, -A clip(r)) of Clip-Cov."""
+    options, advantages_N = inputs.options, inputs.advantages_N
+    ratio_N = compute_ratio(inputs, COVARIANCE_LOG_RATIO_CLAMP)
+    return -advantages_N * ratio_N, -advantages_N * ratio_N.clamp(1 - options.clip_low, 1 + options.clip_high)
 
+
+COVARIANCE_LOSSES = frozenset({PolicyLoss.CLIP_COV, PolicyLoss.KL_COV})
+"""Losses whose tokens are selected over a whole mini-batch, which no micro-batch sees."""
 
 LOSSES: dict[PolicyLoss, Callable[[PolicyLossInputs], PolicyLossOutput]] = {
     PolicyLoss.PPO_CLIP: compute_ppo_clip,
