@@ -13,8 +13,9 @@ from rljob_api.contract import ResolvedJob
 from rljob_api.names import CONFIG_PATH, ENV_ATTEMPT, ENV_CONFIG, ENV_RESUME_FLOOR_STEP
 from rljob_api.presets import resolve_algorithm
 from rljob_api.supported import find_unsupported
-from rljob_api.v1alpha1.algorithm import KLPlacement
+from rljob_api.v1alpha1.algorithm import Algorithm, KLPlacement, PolicyLoss, RolloutCorrection
 from rljob_trainer.algorithms.policy_losses import PolicyLossOptions
+from rljob_trainer.algorithms.rollout_correction import CorrectionOptions
 from rljob_trainer.errors import ConfigurationError
 from rljob_trainer.update import LossSettings
 
@@ -155,8 +156,7 @@ def build_loss_settings(job: ResolvedJob) -> LossSettings:
     algorithm = job.spec.algorithm
     if algorithm.policy_loss is None or algorithm.loss_aggregation is None:
         raise ConfigurationError("spec.algorithm: job.json is not resolved (policyLoss and lossAggregation are needed)")
-    default = PolicyLossOptions()
-    clip = algorithm.clip
+    correction = algorithm.rollout_correction
     return LossSettings(
         policy_loss=algorithm.policy_loss,
         aggregation=algorithm.loss_aggregation,
@@ -164,9 +164,38 @@ def build_loss_settings(job: ResolvedJob) -> LossSettings:
         norm_tokens=job.spec.rollout.max_response_tokens,
         entropy_coefficient=algorithm.entropy_coefficient,
         loss_kl_estimator=algorithm.kl.estimator if algorithm.kl.placement is KLPlacement.LOSS else None,
-        options=PolicyLossOptions(
-            clip_low=default.clip_low if clip.low is None else clip.low,
-            clip_high=default.clip_high if clip.high is None else clip.high,
-            clip_dual=clip.dual,
-        ),
+        options=build_policy_loss_options(algorithm),
+        bypass_correction=build_correction_options(correction) if correction.bypass_old_log_probs else None,
+    )
+
+
+def build_policy_loss_options(algorithm: Algorithm) -> PolicyLossOptions:
+    """The constants of a resolved algorithm's policy loss."""
+    clip, options = algorithm.clip, algorithm.loss_options
+    if clip.low is None or clip.high is None:
+        raise ConfigurationError("spec.algorithm.clip: job.json is not resolved (low and high are needed)")
+    is_clip_cov = algorithm.policy_loss is PolicyLoss.CLIP_COV
+    return PolicyLossOptions(
+        clip_low=clip.low,
+        clip_high=clip.high,
+        clip_dual=clip.dual,
+        ratio_cap=options.dppo_ratio_cap,
+        tau_positive=options.sapo_tau_positive,
+        tau_negative=options.sapo_tau_negative,
+        dro_beta=options.dro_beta,
+        cov_fraction=options.clip_cov_fraction if is_clip_cov else options.kl_cov_fraction,
+        cov_low=options.clip_cov_low,
+        cov_high=options.clip_cov_high,
+        kl_cov_coefficient=options.kl_cov_coefficient,
+    )
+
+
+def build_correction_options(correction: RolloutCorrection) -> CorrectionOptions:
+    """The rollout correction as the algorithm's function takes it."""
+    return CorrectionOptions(
+        level=correction.level,
+        truncation=correction.truncation,
+        floor=correction.floor,
+        normalize=correction.normalize,
+        rejection=tuple(correction.rejection),
     )

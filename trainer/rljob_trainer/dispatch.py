@@ -32,9 +32,13 @@ class Dispatcher:
         self._probe: Any = None
         self._progress_seen = -1
 
-    def compute_log_probs(self, rows: Sequence[TrainRow], *, reference: bool) -> list[FloatArray]:
-        """Per row, under the current policy or the reference."""
-        return self._compute_per_row("compute_log_probs", rows, reference=reference)
+    def compute_log_probs(
+        self, rows: Sequence[TrainRow], *, reference: bool, with_sum_pi_squared: bool = False
+    ) -> list[FloatArray]:
+        """Per row, under the current policy or the reference; (2, tokens) with sums of squared probabilities."""
+        return self._compute_per_row(
+            "compute_log_probs", rows, reference=reference, with_sum_pi_squared=with_sum_pi_squared
+        )
 
     def compute_values(self, rows: Sequence[TrainRow]) -> list[FloatArray]:
         """Per row, under the critic."""

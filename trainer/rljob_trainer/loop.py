@@ -10,17 +10,20 @@ from typing import Any
 
 from rljob_api.contract import ResolvedJob, TrainerPhase
 from rljob_api.v1alpha1.algorithm import AdvantageEstimator, KLPlacement
+from rljob_trainer.algorithms.kl import update_kl_coefficient
 from rljob_trainer.batching import order_mini_batches
 from rljob_trainer.checkpoint import files
-from rljob_trainer.config import build_loss_settings, compute_updates_per_rollout
+from rljob_trainer.config import build_loss_settings
 from rljob_trainer.critic import uses_critic
 from rljob_trainer.data import PromptRow
 from rljob_trainer.dispatch import Dispatcher
 from rljob_trainer.distributed.cluster import start_cluster
 from rljob_trainer.distributed.ray_connection import connect_ray
+from rljob_trainer.dynamic_sampling import CollectedBatch, collect_batch
 from rljob_trainer.engines.contract import SamplingParams
 from rljob_trainer.errors import NumericalError, StopRequested
-from rljob_trainer.experience import build_rows, compute_explained_variance, fill_advantages, summarise
+from rljob_trainer.experience import compute_explained_variance, summarise
+from rljob_trainer.experience_maker import Experience, ExperienceMaker
 from rljob_trainer.inputs import load_inputs
 from rljob_trainer.optimization import compute_learning_rate
 from rljob_trainer.reporting import CriticReport, RunReporter, StepReport
@@ -54,12 +57,10 @@ class Trainer:
         self._job, self._spec, self._algorithm = job, job.spec, job.spec.algorithm
         self._reporter, self._stop = reporter, stop
         self._directory = Path(job.paths.run_directory)
-        self._updates_per_rollout = compute_updates_per_rollout(job)
         self._state = RunState(kl_coefficient=job.spec.algorithm.kl.coefficient)
         self._saved_step: int | None = None
         self._uses_reference = self._algorithm.kl.placement is not KLPlacement.NONE
         self._uses_critic = uses_critic(self._algorithm)
-        self._uses_greedy_baseline = self._algorithm.advantage_estimator is AdvantageEstimator.REMAX
 
     def run(self) -> None:
         """The whole run.
@@ -100,6 +101,7 @@ class Trainer:
             job, build_loss_settings(job), self._inputs.stop_token_ids, self._stop.raise_if_requested
         )
         self._dispatcher = Dispatcher(job, self._cluster, self._reporter.heartbeat)
+        self._maker = ExperienceMaker(job, self._dispatcher)
         self._saver = CheckpointSaver(
             job,
             self._cluster,
@@ -144,47 +146,28 @@ class Trainer:
             self._saver.wait()
 
     def _train_step(self, step: int) -> None:
-        """Rollout with rewards, old and reference log-probabilities, values, advantages, updates, weight sync."""
+        """Rollout with rewards, passes that the algorithm needs, advantages, updates, weight sync."""
         started = time.monotonic()
-        spec, training = self._spec, self._spec.training
-        rows_of_step = [self._inputs.train.rows[index] for index in self._sampler.next_batch()]
-        plans = [self._plan_rollout(rows_of_step, spec.rollout.samples_per_prompt, spec.rollout.temperature, step)]
-        if self._uses_greedy_baseline:
-            plans.append(self._plan_rollout(rows_of_step, 1, 0.0, step, label="greedy"))
-        samples, *baseline = self._roll_out(plans, TrainerPhase.ROLLOUT)
-        greedy = baseline[0] if baseline else None
-        learning_rate = self._compute_learning_rate(training.learning_rate, step)
+        batch, greedy = self._collect(step)
+        learning_rate = self._compute_learning_rate(self._spec.training.learning_rate, step)
         critic: CriticReport | None = None
+        metrics: list[UpdateMetrics] = []
         with self._reporter.phase(TrainerPhase.TRAIN):
-            rows = build_rows(samples, self._algorithm)
-            policy_log_probs = None
-            if self._updates_per_rollout > 1 or self._algorithm.kl.placement is KLPlacement.REWARD:
-                # With one update the policy is still the one that acted: old = new, the ratio is 1, the pass is free.
-                policy_log_probs = self._dispatcher.compute_log_probs(rows, reference=False)
-            if self._updates_per_rollout > 1 and policy_log_probs is not None:
-                for row, log_probs in zip(rows, policy_log_probs, strict=True):
-                    row.old_log_probs = log_probs
-            if self._uses_reference:
-                for row, log_probs in zip(rows, self._dispatcher.compute_log_probs(rows, reference=True), strict=True):
-                    row.reference_log_probs = log_probs
-            if self._uses_critic:
-                for row, values in zip(rows, self._dispatcher.compute_values(rows), strict=True):
-                    row.values = values
-            fill_advantages(
-                rows,
-                samples,
-                self._algorithm,
+            experience = self._maker.make(
+                batch.samples,
                 kl_coefficient=self._state.kl_coefficient,
-                policy_log_probs=policy_log_probs,
-                greedy_rewards=None if greedy is None else {sample.row.uid: sample.reward for sample in greedy},
+                greedy_rewards={sample.row.uid: sample.reward for sample in greedy} if greedy else None,
             )
-            metrics: list[UpdateMetrics] = []
             if self._uses_critic:
-                critic = self._update_critic(rows, step)
+                critic = self._update_critic(experience.rows, step)
             if not self._is_critic_warmup(step):
-                mini_batches = self._cut_mini_batches(rows, step, training.epochs_per_step)
-                metrics = [self._update(mini_batch, learning_rate) for mini_batch in mini_batches]
-        statistics = summarise(samples)
+                mini_batches = self._cut_mini_batches(experience.rows, step, self._spec.training.epochs_per_step)
+                for number, mini_batch in enumerate(mini_batches):
+                    self._maker.select_tokens(mini_batch, seed=[self._spec.training.seed, step, number])
+                    metrics.append(self._update(mini_batch, learning_rate))
+        statistics = summarise(batch.all_samples)
+        kl_coefficient = self._state.kl_coefficient
+        self._state.kl_coefficient = self._adapt_kl_coefficient(experience)
         self._state.step = step
         self._state.sampler = self._sampler.state_dict()
         self._state.num_tokens_total += statistics.num_prompt_tokens + statistics.num_response_tokens
@@ -201,10 +184,45 @@ class Trainer:
                 weight_version=step + 1,
                 num_nan_steps=self._state.num_nan_steps,
                 num_tokens_total=self._state.num_tokens_total,
-                samples=samples,
+                batch=batch,
+                shaping=experience.shaping,
+                kl_coefficient=kl_coefficient,
                 critic=critic,
-                greedy_samples=greedy,
+                greedy_samples=greedy or None,
             )
+        )
+
+    def _collect(self, step: int) -> tuple[CollectedBatch, list[ScoredSample]]:
+        """Scored groups to train on, by DAPO in several rounds; with ReMax also a greedy sample of each prompt."""
+        rollout, greedy = self._spec.rollout, list[ScoredSample]()
+
+        def draw(num_prompts: int) -> list[PromptRow]:
+            return [self._inputs.train.rows[index] for index in self._sampler.take(num_prompts)]
+
+        def roll_out(rows: list[PromptRow]) -> list[ScoredSample]:
+            plans = [self._plan_rollout(rows, rollout.samples_per_prompt, rollout.temperature, step)]
+            if self._algorithm.advantage_estimator is AdvantageEstimator.REMAX:
+                plans.append(self._plan_rollout(rows, 1, 0.0, step, label="greedy"))
+            samples, *baselines = self._roll_out(plans, TrainerPhase.ROLLOUT)
+            for baseline in baselines:
+                greedy.extend(baseline)
+            return samples
+
+        num_prompts = self._spec.training.prompts_per_step
+        return collect_batch(num_prompts, self._algorithm.dynamic_sampling, draw=draw, roll_out=roll_out), greedy
+
+    def _adapt_kl_coefficient(self, experience: Experience) -> float:
+        """The coefficient of the next step."""
+        kl = self._algorithm.kl
+        if experience.shaping.kl_mean is None:
+            return self._state.kl_coefficient
+        return update_kl_coefficient(
+            self._state.kl_coefficient,
+            kl.controller.type,
+            measured_kl=experience.shaping.kl_mean,
+            target=kl.controller.target,
+            horizon_samples=kl.controller.horizon_samples,
+            num_samples=len(experience.rows),
         )
 
     def _compute_learning_rate(self, peak: float, step: int) -> float:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rljob_api.contract import ResolvedJob, TrainerPhase, TrainerState, Verdict
+from rljob_api.v1alpha1.algorithm import Algorithm, KLPlacement, RolloutCorrectionLevel
 from rljob_api.v1alpha1.status import CheckpointStatus
 from rljob_trainer.checkpoint.files import Checkpoint
-from rljob_trainer.experience import ExperienceStatistics
+from rljob_trainer.dynamic_sampling import CollectedBatch
+from rljob_trainer.experience import ExperienceStatistics, ShapingReport
 from rljob_trainer.rewards import summarise_rewards
 from rljob_trainer.rollout import ScoredSample
 from rljob_trainer.rows import UpdateMetrics, ValueMetrics
@@ -53,7 +55,10 @@ class StepReport:
     num_nan_steps: int
     """Updates skipped for NaN or Inf since the run began."""
     num_tokens_total: int
-    samples: list[ScoredSample]
+    batch: CollectedBatch
+    shaping: ShapingReport
+    kl_coefficient: float
+    """Of this step; the adaptive controller moves it after each one."""
     critic: CriticReport | None = None
     """PPO."""
     greedy_samples: list[ScoredSample] | None = None
@@ -120,7 +125,7 @@ class RunReporter:
     def report_step(self, report: StepReport) -> None:
         """Metrics and samples of a step; progress follows in `finish_step`, after evaluation and checkpoint."""
         statistics, updates = report.statistics, report.updates
-        rewards = summarise_rewards([sample.result for sample in report.samples])
+        rewards = summarise_rewards([sample.result for sample in report.batch.all_samples])
         num_tokens = statistics.num_prompt_tokens + statistics.num_response_tokens
         # Without a reference the KL to watch is the one to the policy that generated.
         uses_reference = str(self._job.spec.algorithm.kl.placement) != "None"
@@ -156,6 +161,7 @@ class RunReporter:
             "truncated_fraction": statistics.truncated_fraction,
             "zero_variance_group_fraction": statistics.zero_variance_group_fraction,
         }
+        row |= _describe_algorithm(self._job.spec.algorithm, report)
         if report.critic is not None:
             row |= _describe_critic(report.critic)
         if report.greedy_samples is not None:
@@ -164,7 +170,7 @@ class RunReporter:
             self._metrics.write(row)
         every = self._job.spec.tracking.sample_every_steps
         if every and report.step % every == 0:
-            self._write_samples(report.step, report.samples, "train")
+            self._write_samples(report.step, report.batch.all_samples, "train")
 
     def report_evaluation(self, step: int, statistics: ExperienceStatistics, samples: list[ScoredSample]) -> None:
         """One held-out evaluation."""
@@ -237,6 +243,31 @@ class RunReporter:
 
 def _describe(checkpoint: Checkpoint) -> CheckpointStatus:
     return CheckpointStatus(step=checkpoint.step, path=str(checkpoint.path), time=checkpoint.manifest.time)
+
+
+def _describe_algorithm(algorithm: Algorithm, report: StepReport) -> dict[str, Any]:
+    """Statistics of the options that are in use."""
+    row: dict[str, Any] = {}
+    if algorithm.kl.placement is not KLPlacement.NONE:
+        row["kl_coefficient"] = report.kl_coefficient
+    if report.shaping.kl_mean is not None:
+        row["kl_reward_mean"] = report.shaping.kl_mean
+    if report.shaping.overlong_penalty_mean is not None:
+        row["overlong_penalty_mean"] = report.shaping.overlong_penalty_mean
+    if algorithm.dynamic_sampling is not None and algorithm.dynamic_sampling.enabled:
+        row |= {
+            "num_refills": report.batch.num_refills,
+            "num_dropped_groups": report.batch.num_dropped_groups,
+            "num_surplus_groups": report.batch.num_surplus_groups,
+        }
+    correction = algorithm.rollout_correction
+    if correction.level is not RolloutCorrectionLevel.NONE or correction.rejection:
+        row |= {
+            "correction_weight_mean": _mean([update.correction_weight_mean for update in report.updates]),
+            "effective_sample_fraction": _mean([update.effective_sample_fraction for update in report.updates]),
+            "rejected_fraction": _mean([update.rejected_fraction for update in report.updates]),
+        }
+    return row
 
 
 def _describe_critic(critic: CriticReport) -> dict[str, Any]:

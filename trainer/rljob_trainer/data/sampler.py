@@ -60,12 +60,18 @@ class PromptSampler:
 
     def next_batch(self) -> list[int]:
         """Row indices of the next step."""
-        if self._rows_taken + self._prompts_per_step > self._num_rows:
+        return self.take(self._prompts_per_step)
+
+    def take(self, num_rows: int) -> list[int]:
+        """The next row indices, at most as many as a step has. Fewer rows left of an epoch are not used in it."""
+        if not 1 <= num_rows <= self._prompts_per_step:
+            raise ValueError(f"num_rows: {num_rows} is not between 1 and {self._prompts_per_step}")
+        if self._rows_taken + num_rows > self._num_rows:
             self._epoch += 1
             self._rows_taken = 0
             self._order = self._permute(self._epoch)
         start = self._rows_taken
-        self._rows_taken += self._prompts_per_step
+        self._rows_taken += num_rows
         return [int(index) for index in self._order[start : self._rows_taken]]
 
     def state_dict(self) -> dict[str, Any]:
