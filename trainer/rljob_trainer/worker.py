@@ -170,8 +170,10 @@ class TrainWorker:
             on_micro_batch=self._note_progress,
         )
 
-    def compute_log_probs(self, micro_batches: list[list[TrainRow]], *, reference: bool) -> list[list[FloatArray]]:
-        """Log-probabilities per row under the policy or the reference."""
+    def compute_log_probs(
+        self, micro_batches: list[list[TrainRow]], *, reference: bool, with_sum_pi_squared: bool = False
+    ) -> list[list[FloatArray]]:
+        """Log-probabilities per row under the policy or the reference, with sums of squared probabilities on demand."""
         model = self._reference if reference else self._policy
         assert model is not None, "setup_reference comes first"
         return compute_row_log_probs(
@@ -180,6 +182,7 @@ class TrainWorker:
             temperature=self._loss.temperature,
             device=self._device,
             on_micro_batch=self._note_progress,
+            with_sum_pi_squared=with_sum_pi_squared,
         )
 
     def stream_weights(self, publish: bool) -> Iterator[Bucket]:

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rljob_api.v1alpha1.model import DType
 from rljob_trainer.errors import ConfigurationError
-from rljob_trainer.models.log_probs import CHUNK_TOKENS, compute_entropy, compute_log_probs
+from rljob_trainer.models.log_probs import DEFAULT_HEAD_OPTIONS, HeadOptions, compute_entropy, compute_log_probs
 from rljob_trainer.models.packed_attention import ATTENTION_NAME
-from rljob_trainer.models.packed_batch import PackedBatch
+from rljob_trainer.models.packed_batch import EXACT_LAYOUT, PackedBatch
 
 PREFIX = "causal_lm."
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -26,10 +26,14 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {DType.FLOAT32: torch.float32, DType.BF
 class PolicyModel(nn.Module):
     """A causal LM whose forward returns log-probabilities and entropies of the response tokens of a pack."""
 
-    def __init__(self, causal_lm: nn.Module, chunk_tokens: int = CHUNK_TOKENS) -> None:
+    def __init__(self, causal_lm: nn.Module, head_options: HeadOptions = DEFAULT_HEAD_OPTIONS) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.chunk_tokens = chunk_tokens
+        self.head_options = head_options
+        self.keep_gathered = False
+        """See `models.sharding.iterate_micro_batches`."""
+        self.pack_layout = EXACT_LAYOUT
+        """How packs for this model are built."""
         self._softcap: float | None = getattr(causal_lm.config, "final_logit_softcapping", None)
         self.blocks = find_blocks(causal_lm)
         """Decoder blocks in order: the units of sharding, gathering and recomputation."""
@@ -60,8 +64,8 @@ class PolicyModel(nn.Module):
             self._head,
             temperature=temperature,
             with_entropy_gradient=with_entropy_gradient,
-            chunk_tokens=self.chunk_tokens,
             statistic=statistic,
+            options=self.head_options,
         )
 
     def _head(self, hidden_CE: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import AutoModelForTokenClassification
 
 from rljob_trainer.errors import ConfigurationError
 from rljob_trainer.models.packed_attention import ATTENTION_NAME
-from rljob_trainer.models.packed_batch import PackedBatch
+from rljob_trainer.models.packed_batch import EXACT_LAYOUT, PackedBatch
 from rljob_trainer.models.policy import find_blocks, load_config
 
 HEAD_NAME: Final = "score"
@@ -26,6 +26,9 @@ class ValueModel(nn.Module):
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
         self.classifier = classifier
+        self.keep_gathered = False
+        """See `models.sharding.iterate_micro_batches`."""
+        self.pack_layout = EXACT_LAYOUT
         self.blocks = find_blocks(classifier)
         """Decoder blocks in order: the units of sharding and recomputation."""
 
@@ -65,6 +68,22 @@ class ValueModel(nn.Module):
                 _get_local(target).copy_(_get_local(origins[name]))
 
 
+def load_value_config(source: str, revision: str | None, *, field: str) -> Any:
+    """The config of a critic.
+
+    Raises:
+        ConfigurationError: not a decoder, or more than one label.
+    """
+    config = load_config(source, revision, field=field)
+    if is_classifier(config) and config.num_labels != 1:
+        raise ConfigurationError(
+            f"{field}: {source!r} has {config.num_labels} labels; a value is one number: use a model with one label, "
+            "or a causal LM"
+        )
+    config.num_labels = 1
+    return config
+
+
 def load_value_model(source: str, revision: str | None = None, *, field: str = "spec.critic.source") -> ValueModel:
     """The critic on the CPU with float32 weights, in eval mode.
 
@@ -75,13 +94,7 @@ def load_value_model(source: str, revision: str | None = None, *, field: str = "
     Raises:
         ConfigurationError: not a decoder, more than one label, or weights that do not fit the config.
     """
-    config = load_config(source, revision, field=field)
-    if is_classifier(config) and config.num_labels != 1:
-        raise ConfigurationError(
-            f"{field}: {source!r} has {config.num_labels} labels; a value is one number: use a model with one label, "
-            "or a causal LM"
-        )
-    config.num_labels = 1
+    config = load_value_config(source, revision, field=field)
     try:
         model, report = AutoModelForTokenClassification.from_pretrained(
             source,
