@@ -23,9 +23,10 @@ from rljob_trainer.distributed.location import ActorLocation, locate_this_actor
 from rljob_trainer.distributed.network import choose_interface, is_loopback, set_interface
 from rljob_trainer.distributed.process_group import Rendezvous, join_process_group, start_store
 from rljob_trainer.errors import ConfigurationError
-from rljob_trainer.models.policy import TORCH_DTYPES, PolicyModel, load_causal_lm
+from rljob_trainer.models.loading import load_sharded_policy, load_sharded_value_model
+from rljob_trainer.models.policy import TORCH_DTYPES, PolicyModel
 from rljob_trainer.models.sharding import shard_policy
-from rljob_trainer.models.value import ValueModel, load_value_model
+from rljob_trainer.models.value import ValueModel
 from rljob_trainer.optimization import build_optimizer
 from rljob_trainer.quiet import quiet_libraries
 from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics, ValueMetrics
@@ -103,13 +104,16 @@ class TrainWorker:
         return {"interface": interface, "num_parameters": num_parameters, "num_blocks": len(self._policy.blocks)}
 
     def _build_policy(self, source: str, revision: str | None, field: str) -> PolicyModel:
-        policy = PolicyModel(load_causal_lm(source, revision, field=field))
-        self._shard(policy)
+        policy, why_whole = load_sharded_policy(source, revision, field=field, device=self._device, shard=self._shard)
+        self._note_loading(field, why_whole)
         return policy
+
+    def _note_loading(self, field: str, why_whole: str | None) -> None:
+        if why_whole is not None and self._rank == 0:
+            print(f"{field}: every rank loads the whole model before cutting it: {why_whole}", flush=True)
 
     def _shard(self, module: PolicyModel | ValueModel) -> None:
         model = self._job.spec.model
-        module.to(self._device)
         # Auto recomputes on GPUs, where activations are what runs out; on CPUs time is.
         recompute = model.gradient_checkpointing is Toggle.ALWAYS or (
             model.gradient_checkpointing is Toggle.AUTO and self._use_gpu
@@ -137,8 +141,10 @@ class TrainWorker:
         source = model.source if critic is None or critic.source is None else critic.source
         is_copy = source == model.source
         field = "spec.model.source" if is_copy else "spec.critic.source"
-        value_model = load_value_model(source, model.revision if is_copy else None, field=field)
-        self._shard(value_model)
+        value_model, why_whole = load_sharded_value_model(
+            source, model.revision if is_copy else None, field=field, device=self._device, shard=self._shard
+        )
+        self._note_loading(field, why_whole)
         self._critic = CriticRank(self._job, value_model, self._ranks, self._device, self._note_progress)
         if is_copy:
             self._critic.start_from_policy(self._policy)
