@@ -12,6 +12,7 @@ from torch import Tensor
 from rljob_api.v1alpha1.algorithm import LossAggregation
 from rljob_trainer.algorithms.aggregation import aggregate, compute_token_weights
 from rljob_trainer.algorithms.value_loss import compute_value_loss
+from rljob_trainer.models.sharding import iterate_micro_batches
 from rljob_trainer.models.value import ValueModel
 from rljob_trainer.optimization import set_learning_rate
 from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, ValueMetrics
@@ -31,7 +32,7 @@ def compute_row_values(
     """Values per row (one per token of its response), in the order given. Collective over ranks."""
     results: list[list[FloatArray]] = []
     for rows in micro_batches:
-        flat = critic(pack_rows(rows, device)).cpu().numpy()
+        flat = critic(pack_rows(rows, device, critic.pack_layout)).cpu().numpy()
         offsets = np.cumsum([0, *(len(row.response_ids) for row in rows)])
         results.append([flat[offsets[i] : offsets[i + 1]].copy() for i in range(len(rows))])
         on_micro_batch()
@@ -57,7 +58,7 @@ def apply_value_update(
     """
     optimizer.zero_grad(set_to_none=True)
     sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=device)
-    for rows in batch.micro_batches:
+    for rows in iterate_micro_batches(critic, batch.micro_batches):
         loss, micro_sums = _compute_loss(critic, rows, batch, value_clip, device)
         (loss * ranks.world_size).backward()
         sums += micro_sums
@@ -85,7 +86,7 @@ def _compute_loss(
 ) -> tuple[Tensor, Tensor]:
     """Loss with graph (also for an empty micro-batch) and sums of metrics."""
     rows = [row for row in rows if row.response_ids]
-    pack = pack_rows(rows, device)
+    pack = pack_rows(rows, device, critic.pack_layout)
     values_R = critic(pack)
 
     def per_token(arrays: list[FloatArray | None]) -> Tensor:

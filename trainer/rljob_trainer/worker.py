@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from rljob_api.contract import ResolvedJob
-from rljob_api.v1alpha1.model import Toggle
 from rljob_trainer.checkpoint.export import export_policy
 from rljob_trainer.checkpoint.records import FileRecord
 from rljob_trainer.checkpoint.state import StatePart, StateWriter, gather_full_weights, load_state
@@ -23,9 +22,12 @@ from rljob_trainer.distributed.location import ActorLocation, locate_this_actor
 from rljob_trainer.distributed.network import choose_interface, is_loopback, set_interface
 from rljob_trainer.distributed.process_group import Rendezvous, join_process_group, start_store
 from rljob_trainer.errors import ConfigurationError
+from rljob_trainer.memory_plan import GIB, MemoryPlan, build_memory_request, plan_memory, read_model_shape
+from rljob_trainer.models.execution import decide_execution, prepare_model
 from rljob_trainer.models.loading import load_sharded_policy, load_sharded_value_model
-from rljob_trainer.models.policy import TORCH_DTYPES, PolicyModel
-from rljob_trainer.models.sharding import shard_policy
+from rljob_trainer.models.log_probs import CHUNK_TOKENS
+from rljob_trainer.models.policy import TORCH_DTYPES, PolicyModel, load_config
+from rljob_trainer.models.sequence_parallel import build_sequence_group
 from rljob_trainer.models.value import ValueModel
 from rljob_trainer.optimization import build_optimizer
 from rljob_trainer.quiet import quiet_libraries
@@ -94,6 +96,11 @@ class TrainWorker:
         )
         torch.manual_seed(spec.training.seed)
         self._mesh = init_device_mesh(self._device.type, (job.layout.world_size,))
+        self._memory = self._plan_memory()
+        self._execution = decide_execution(job, self._memory)
+        self._sequence_group = build_sequence_group(
+            self._device.type, job.layout.world_size, spec.training.sequence_parallel_size
+        )
         self._policy = self._build_policy(spec.model.source, spec.model.revision, "spec.model.source")
         self._reference: PolicyModel | None = None
         self._critic: CriticRank | None = None
@@ -101,7 +108,12 @@ class TrainWorker:
         self._writer = StateWriter(use_gpu=self._use_gpu)
         self._ranks = Ranks(job.layout.world_size, self._sum_over_ranks, self._max_over_ranks)
         num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
-        return {"interface": interface, "num_parameters": num_parameters, "num_blocks": len(self._policy.blocks)}
+        return {
+            "interface": interface,
+            "num_parameters": num_parameters,
+            "num_blocks": len(self._policy.blocks),
+            "offload_engine": self._memory is not None and self._memory.offload_engine,
+        }
 
     def _build_policy(self, source: str, revision: str | None, field: str) -> PolicyModel:
         policy, why_whole = load_sharded_policy(source, revision, field=field, device=self._device, shard=self._shard)
@@ -112,13 +124,32 @@ class TrainWorker:
         if why_whole is not None and self._rank == 0:
             print(f"{field}: every rank loads the whole model before cutting it: {why_whole}", flush=True)
 
-    def _shard(self, module: PolicyModel | ValueModel) -> None:
+    def _plan_memory(self) -> MemoryPlan | None:
+        """Printed before anything is loaded; None on CPUs."""
+        if not self._use_gpu:
+            return None
         model = self._job.spec.model
-        # Auto recomputes on GPUs, where activations are what runs out; on CPUs time is.
-        recompute = model.gradient_checkpointing is Toggle.ALWAYS or (
-            model.gradient_checkpointing is Toggle.AUTO and self._use_gpu
+        free, total = torch.cuda.mem_get_info()
+        request = build_memory_request(
+            self._job,
+            read_model_shape(load_config(model.source, model.revision)),
+            total,
+            chunk_tokens=CHUNK_TOKENS,
+            bucket_bytes=DEVICE_BUCKET_BYTES,
         )
-        shard_policy(module, self._mesh, model.dtype, recompute_blocks=recompute)
+        plan = plan_memory(request)
+        print(f"rank {self._rank}: {plan.describe()}; the device reports {free / GIB:.1f} GiB free", flush=True)
+        if not plan.fits:
+            print(
+                f"rank {self._rank}: the plan does not fit; lower spec.training.microBatchTokens "
+                f"({request.micro_batch_tokens}) or spec.rollout.memoryFraction ({request.memory_fraction}), or use "
+                "more GPUs",
+                flush=True,
+            )
+        return plan
+
+    def _shard(self, module: PolicyModel | ValueModel) -> None:
+        prepare_model(module, self._mesh, self._job.spec.model.dtype, self._execution)
 
     def setup_reference(self) -> None:
         """The frozen reference: its own source, else a copy of the policy as it is now (after the warm start)."""
@@ -250,8 +281,9 @@ class TrainWorker:
         self._progress += 1
 
     def _sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Over rows: each one is held by all ranks of a sequence group."""
         dist.all_reduce(values)
-        return values
+        return values.div_(self._job.spec.training.sequence_parallel_size)
 
     def _max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(values, op=dist.ReduceOp.MAX)

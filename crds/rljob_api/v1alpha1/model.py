@@ -55,7 +55,9 @@ class Model(ApiModel):
     attention: Attention = Attention.AUTO
     """Auto: packed variable-length kernel on GPUs, exact SDPA fallback on CPUs."""
     gradient_checkpointing: Toggle = Toggle.AUTO
-    """Recompute activations in the backward pass. Auto: on GPUs, not on CPUs."""
+    """Recompute activations in the backward pass. Auto: on GPUs where the memory plan says that they do not fit."""
+    compile: Toggle = Toggle.AUTO
+    """Compile the decoder blocks (torch.compile, static shapes). Auto: on GPUs, not on CPUs."""
     lora: LoRA | None = None
     """Train adapters instead of all weights."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,16 @@ class Packing:
     variable lengths is used."""
     packed_index_N: Tensor | None
     """Position of each packed token in the flattened padded layout."""
+
+
+class TokenExchange(Protocol):
+    """Trades tokens for heads between the ranks that share a pack (`models.sequence_parallel.Exchange`)."""
+
+    def gather_tokens(self, heads_1HnD: Tensor, num_query_heads: int) -> Tensor:
+        """All heads of own tokens -> own heads of all tokens."""
+
+    def scatter_tokens(self, output_1NhD: Tensor) -> Tensor:
+        """The way back."""
 
 
 def uses_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -89,6 +99,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    exchange: TokenExchange | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence: query (1, H, N, D), key and value (1, K, N, D) -> (1, N, H, D).
@@ -103,10 +114,13 @@ def packed_attention(
         raise ValueError(f"attention dropout is {dropout}; the importance ratio needs 0")
     if attention_mask is not None:
         raise ValueError("packed attention takes no attention mask: the pack's lengths say all")
+    if exchange is not None:
+        num_heads = query.shape[1]
+        query, key, value = (exchange.gather_tokens(tensor, num_heads) for tensor in (query, key, value))
     query_NHD, key_NKD, value_NKD = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    if uses_varlen_kernel(query.device, query.dtype):
-        return _varlen_kernel(query_NHD, key_NKD, value_NKD, packing, scaling, sliding_window).unsqueeze(0), None
-    return _padded_sdpa(query_NHD, key_NKD, value_NKD, packing, scaling, sliding_window).unsqueeze(0), None
+    attend = _varlen_kernel if uses_varlen_kernel(query.device, query.dtype) else _padded_sdpa
+    output_1NHD = attend(query_NHD, key_NKD, value_NKD, packing, scaling, sliding_window).unsqueeze(0)
+    return output_1NHD if exchange is None else exchange.scatter_tokens(output_1NHD), None
 
 
 def _varlen_kernel(

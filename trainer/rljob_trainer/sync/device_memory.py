@@ -59,7 +59,8 @@ def share_device_memory(bytes_: Tensor) -> DeviceMemory:
 
     The memory must come from plain cudaMalloc: `expandable_segments` and memory savers have no such handle.
     """
-    assert bytes_.is_cuda and bytes_.dtype is torch.uint8 and bytes_.ndim == 1
+    assert bytes_.is_cuda, bytes_.device
+    assert bytes_.dtype is torch.uint8, bytes_.dtype
     torch.cuda.current_stream(bytes_.device).synchronize()
     _, arguments = reductions.reduce_tensor(bytes_)
     return DeviceMemory(get_gpu_uuid(bytes_.device.index), bytes_.numel(), arguments)

@@ -7,8 +7,8 @@ import torch
 from tr_tiny import assert_same_gradient, save_tiny_model
 
 from rljob_trainer.errors import ConfigurationError
-from rljob_trainer.models.log_probs import compute_entropy, compute_log_probs
-from rljob_trainer.models.packed_batch import pack_sequences
+from rljob_trainer.models.log_probs import HeadOptions, compute_entropy, compute_log_probs
+from rljob_trainer.models.packed_batch import PackLayout, pack_sequences
 from rljob_trainer.models.policy import PolicyModel, find_stop_token_ids, load_causal_lm, load_config
 
 CPU = torch.device("cpu")
@@ -73,7 +73,14 @@ def test_tempered_log_probs():
 def test_chunks_change_neither_value_nor_gradient(with_entropy_gradient):
     torch.manual_seed(1)
     results = []
-    for chunk_tokens in (1000, 7, 1):
+    for options in (
+        HeadOptions(1000),
+        HeadOptions(7),
+        HeadOptions(1),
+        HeadOptions(7, pad_chunks=True),
+        HeadOptions(7, keep_logits=True),
+        HeadOptions(1000, pad_chunks=True),
+    ):
         torch.manual_seed(1)
         hidden = torch.randn(23, 8, requires_grad=True)
         head = torch.nn.Linear(8, 11)
@@ -83,7 +90,7 @@ def test_chunks_change_neither_value_nor_gradient(with_entropy_gradient):
             head,
             temperature=0.7,
             with_entropy_gradient=with_entropy_gradient,
-            chunk_tokens=chunk_tokens,
+            options=options,
         )
         (log_probs.sum() + (entropy.sum() if with_entropy_gradient else 0)).backward()
         results.append((log_probs.detach(), entropy.detach(), hidden.grad, head.weight.grad))
@@ -108,6 +115,30 @@ def test_entropy_is_finite_in_value_and_gradient(logits, expected):
     assert entropy.item() == pytest.approx(expected, abs=1e-6)
     entropy.sum().backward()
     assert torch.isfinite(values.grad).all()
+
+
+@pytest.mark.parametrize("max_length", [0, 5, 16])
+def test_padding_changes_neither_value_nor_gradient(tiny_model, max_length):
+    """Pads form sequences of their own, so the same tokens get the same numbers in a pack of constant size."""
+    results = []
+    for layout in (PackLayout(), PackLayout(budget_tokens=64, max_length=max_length)):
+        policy = PolicyModel(load_causal_lm(tiny_model))
+        batch = pack_sequences(PROMPTS, RESPONSES, CPU, layout)
+        log_probs, entropy = policy(batch, temperature=0.7)
+        (log_probs * torch.arange(len(log_probs))).sum().backward()
+        results.append((log_probs.detach(), entropy.detach(), *(p.grad for p in policy.parameters())))
+    assert batch.input_ids_1N.shape[1] in (8, 16, 32, 64)
+    for value, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_packs_have_few_shapes():
+    layout = PackLayout(budget_tokens=8192, max_length=512)
+    sizes = {layout.pad_tokens(num_tokens) for num_tokens in range(1, 8193)}
+    assert sizes == {1024, 2048, 4096, 8192}
+    assert layout.pad_tokens(8193) == 9216  # a row longer than the budget
+    assert layout.pad_sequences(3, 8192) == 128
+    assert layout.pad_sequences(129, 8192) == 256
 
 
 def test_an_empty_pack_keeps_every_parameter_in_the_graph(tiny_model):

@@ -86,8 +86,14 @@ def run_rank(rank, rendezvous, source, directory):
     directory = Path(directory)
     found = {}
     policy, optimizer = build(source)
-    # One row per micro-batch, then a single one: 11 rows leave rank 1 an empty micro-batch.
-    for name, limits in (("one", {"micro_batch_sequences": 1}), ("all", {"micro_batch_tokens": 10_000})):
+    # One row per micro-batch, then a single one: 11 rows leave rank 1 an empty micro-batch. Parameters are gathered in
+    # each micro-batch, or ("kept") once per update.
+    for name, limits in (
+        ("one", {"micro_batch_sequences": 1}),
+        ("all", {"micro_batch_tokens": 10_000}),
+        ("kept", {"micro_batch_sequences": 1}),
+    ):
+        policy.keep_gathered = name == "kept"
         metrics, gradients = update(policy, optimizer, 0.0, **limits)
         found[name] = {"loss": metrics.loss, "norm": metrics.gradient_norm, "tokens": metrics.num_tokens}
         if rank == 0:
@@ -134,7 +140,7 @@ def one_rank():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["one", "all"])
+@pytest.mark.parametrize("name", ["one", "all", "kept"])
 def test_gradient_does_not_depend_on_the_world_size(two_ranks, one_rank, tiny_model, name):
     directory, (rank_0, rank_1) = two_ranks
     assert rank_0[name] == rank_1[name]
