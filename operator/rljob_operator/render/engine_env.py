@@ -1,31 +1,11 @@
-"""Environment of the rollout engine, decided by the engine's version.
-
-SGLang's memory-imbalance check fails co-located engines (the trainer's memory differs between ranks) and its switch
-changed name and sense:
-
-* before 0.5.7: `SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK=True`
-* from 0.5.7: `SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0`. Releases 0.5.7 to 0.5.16 copy an `SGL_DISABLE_...` value
-  un-negated over the new variable, so that the old spelling switches the check back on; it has to be absent.
-"""
+"""Environment of the rollout engine, decided by the engine's version (`rljob_api.engine_switches`)."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Final
 
+from rljob_api.engine_switches import MEMORY_CHECK_SPELLINGS, choose_memory_check_switch
 from rljob_api.v1alpha1 import Engine, Placement
-
-SGLANG_NEW_SWITCH_VERSION: Final = (0, 5, 7)
-_NEW_SWITCH: Final = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
-_OLD_SWITCH: Final = "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK"
-MEMORY_CHECK_SPELLINGS: Final = (
-    _NEW_SWITCH,
-    "SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK",
-    _OLD_SWITCH,
-    "SGL_ENABLE_TP_MEMORY_INBALANCE_CHECK",
-)
-_VERSION: Final = re.compile(r"^(\d+)\.(\d+)(?:\.(\d+))?(?![0-9])")
 
 
 @dataclass(frozen=True)
@@ -38,19 +18,6 @@ class EngineEnvironment:
     """Set unless the user sets them."""
     stripped: tuple[str, ...]
     """Removed wherever the user set them, with a warning."""
-
-
-def parse_engine_version(version: str) -> tuple[int, int, int]:
-    """Release number of an engine version; suffixes (`rc1`, `.post2`, `+cu128`) do not move it.
-
-    Raises:
-        ValueError: no leading `major.minor`.
-    """
-    match = _VERSION.match(version)
-    if match is None:
-        raise ValueError(f"engine version {version!r} does not start with major.minor, for example 0.5.16")
-    major, minor, patch = match.groups()
-    return int(major), int(minor), int(patch or 0)
 
 
 def build_engine_environment(engine: Engine, engine_version: str | None, placement: Placement) -> EngineEnvironment:
@@ -80,11 +47,7 @@ def _build_sglang_environment(engine_version: str | None, placement: Placement) 
         raise ValueError(
             "spec.rollout.engineVersion is empty, and SGLang's environment depends on it; a value that works: 0.5.16"
         )
-    owned = (
-        {_NEW_SWITCH: "0"}
-        if parse_engine_version(engine_version) >= SGLANG_NEW_SWITCH_VERSION
-        else {_OLD_SWITCH: "True"}
-    )
+    owned = choose_memory_check_switch(engine_version)
     return EngineEnvironment(
         owned=owned,
         defaults={

@@ -5,8 +5,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from render_cases import make_resolved
 
+from rljob_api.engine_switches import MEMORY_CHECK_SPELLINGS, parse_engine_version
 from rljob_api.v1alpha1 import Engine, Placement
-from rljob_operator.render.engine_env import MEMORY_CHECK_SPELLINGS, build_engine_environment, parse_engine_version
+from rljob_operator.render.engine_env import build_engine_environment
 from rljob_operator.render.pod_template import build_pod_template
 from rljob_operator.render.types import RenderOptions
 
