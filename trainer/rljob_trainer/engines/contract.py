@@ -76,6 +76,16 @@ class EngineSettings:
     """Longest prompt plus longest response."""
     tensor_parallel_size: int = 1
     """Ranks of this replica."""
+    num_nodes: int = 1
+    """Nodes of this replica; each has `tensor_parallel_size / num_nodes` ranks and an engine actor of its own."""
+    node_rank: int = 0
+    """Which of them this is. 0 is asked to generate; the others only lend their GPUs."""
+    rendezvous: str | None = None
+    """`host:port` (IPv6 in brackets) where the nodes of this replica meet; None within one node."""
+    host: str | None = None
+    """Bare address of this node; None: loopback of IPv4."""
+    visible_devices: tuple[str, ...] | None = None
+    """GPUs of this node's ranks, in rank order; None: what the process sees."""
     memory_fraction: float = 0.6
     """Share of GPU memory for weights and KV cache; no meaning on CPUs."""
     engine_args: dict[str, Any] = field(default_factory=dict)
