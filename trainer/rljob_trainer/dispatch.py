@@ -29,6 +29,8 @@ class Dispatcher:
         self._cluster = cluster
         self._heartbeat = heartbeat
         self._collective_seconds = float(job.spec.training.collective_timeout_seconds)
+        self._ranks_per_share = job.spec.training.sequence_parallel_size
+        """Neighbouring ranks that work on the same rows."""
         self._probe: Any = None
         self._progress_seen = -1
 
@@ -48,13 +50,13 @@ class Dispatcher:
         plan = self._plan(rows)
         results = self._cluster.call_ranks(
             method,
-            [(micro_batches,) for micro_batches in split_rows(rows, plan)],
+            self._spread([(micro_batches,) for micro_batches in split_rows(rows, plan)]),
             timeout_seconds=self._deadline(plan),
             poll=self._poll_progress,
             **keywords,
         )
         by_row: dict[int, FloatArray] = {}
-        for rank_rows, rank_values in zip(plan.rows, results, strict=True):
+        for rank_rows, rank_values in zip(plan.rows, results[:: self._ranks_per_share], strict=True):
             for micro_rows, micro_values in zip(rank_rows, rank_values, strict=True):
                 by_row.update(zip(micro_rows, micro_values, strict=True))
         return [by_row[index] for index in range(len(rows))]
@@ -75,7 +77,7 @@ class Dispatcher:
             for micro_batches in split_rows(rows, plan)
         ]
         metrics: list[UpdateMetrics] = self._cluster.call_ranks(
-            "update", batches, timeout_seconds=self._deadline(plan), poll=self._poll_progress
+            "update", self._spread(batches), timeout_seconds=self._deadline(plan), poll=self._poll_progress
         )
         return metrics[0]
 
@@ -88,7 +90,7 @@ class Dispatcher:
             for micro_batches in split_rows(rows, plan)
         ]
         metrics: list[ValueMetrics] = self._cluster.call_ranks(
-            "update_critic", batches, timeout_seconds=self._deadline(plan), poll=self._poll_progress
+            "update_critic", self._spread(batches), timeout_seconds=self._deadline(plan), poll=self._poll_progress
         )
         return metrics[0]
 
@@ -150,12 +152,18 @@ class Dispatcher:
             "export", [(str(target),)] * len(self._cluster.ranks), timeout_seconds=STORAGE_TIMEOUT_SECONDS
         )
 
+    def _spread(self, shares: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Arguments by share of the rows -> by rank."""
+        return [share for share in shares for _ in range(self._ranks_per_share)]
+
     def _plan(self, rows: Sequence[TrainRow]) -> BatchPlan:
-        training = self._job.spec.training
+        training, shared = self._job.spec.training, self._ranks_per_share
+        budget = training.micro_batch_tokens
         return plan_batches(
             [row.num_tokens for row in rows],
-            self._job.layout.world_size,
-            micro_batch_tokens=training.micro_batch_tokens,
+            self._job.layout.world_size // shared,
+            # The budget is one rank's; a pack is spread over several.
+            micro_batch_tokens=None if budget is None else budget * shared,
             micro_batch_sequences=training.micro_batch_sequences,
         )
 

@@ -16,6 +16,7 @@ from rljob_trainer.errors import ConfigurationError
 from rljob_trainer.models.log_probs import DEFAULT_HEAD_OPTIONS, HeadOptions, compute_entropy, compute_log_probs
 from rljob_trainer.models.packed_attention import ATTENTION_NAME
 from rljob_trainer.models.packed_batch import EXACT_LAYOUT, PackedBatch
+from rljob_trainer.models.sequence_parallel import SequenceGroup, take_own_part
 
 PREFIX = "causal_lm."
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -34,6 +35,8 @@ class PolicyModel(nn.Module):
         """See `models.sharding.iterate_micro_batches`."""
         self.pack_layout = EXACT_LAYOUT
         """How packs for this model are built."""
+        self.sequence_group: SequenceGroup | None = None
+        """Ranks that share the tokens of a pack."""
         self._softcap: float | None = getattr(causal_lm.config, "final_logit_softcapping", None)
         self.blocks = find_blocks(causal_lm)
         """Decoder blocks in order: the units of sharding, gathering and recomputation."""
@@ -51,22 +54,25 @@ class PolicyModel(nn.Module):
         `statistic`: another function of the tempered logits in place of the entropy.
         """
         causal_lm: Any = self.causal_lm
+        own = take_own_part(batch, self.sequence_group)
         output = causal_lm.base_model(
-            input_ids=batch.input_ids_1N,
-            position_ids=batch.position_ids_1N,
+            input_ids=own.input_ids_1n,
+            position_ids=own.position_ids_1n,
             use_cache=False,
             packing=batch.packing,
+            **own.attention_arguments,
         )
-        hidden_RE = output.last_hidden_state.squeeze(0)[batch.head_index_R]
-        return compute_log_probs(
+        hidden_RE = output.last_hidden_state.squeeze(0)[own.head_index_r]
+        log_probs_R, statistic_R = compute_log_probs(
             hidden_RE,
-            batch.labels_R,
+            own.labels_r,
             self._head,
             temperature=temperature,
             with_entropy_gradient=with_entropy_gradient,
             statistic=statistic,
             options=self.head_options,
         )
+        return own.join(log_probs_R), own.join(statistic_R)
 
     def _head(self, hidden_CE: Tensor) -> Tensor:
         causal_lm: Any = self.causal_lm

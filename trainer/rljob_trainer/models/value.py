@@ -16,6 +16,7 @@ from rljob_trainer.errors import ConfigurationError
 from rljob_trainer.models.packed_attention import ATTENTION_NAME
 from rljob_trainer.models.packed_batch import EXACT_LAYOUT, PackedBatch
 from rljob_trainer.models.policy import find_blocks, load_config
+from rljob_trainer.models.sequence_parallel import SequenceGroup, take_own_part
 
 HEAD_NAME: Final = "score"
 
@@ -29,24 +30,28 @@ class ValueModel(nn.Module):
         self.keep_gathered = False
         """See `models.sharding.iterate_micro_batches`."""
         self.pack_layout = EXACT_LAYOUT
+        self.sequence_group: SequenceGroup | None = None
+        """Ranks that share the tokens of a pack."""
         self.blocks = find_blocks(classifier)
         """Decoder blocks in order: the units of sharding and recomputation."""
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """values_R, float32: V(prompt and response tokens before t), read where the policy predicts token t."""
         classifier: Any = self.classifier
+        own = take_own_part(batch, self.sequence_group)
         output = classifier.base_model(
-            input_ids=batch.input_ids_1N,
-            position_ids=batch.position_ids_1N,
+            input_ids=own.input_ids_1n,
+            position_ids=own.position_ids_1n,
             use_cache=False,
             packing=batch.packing,
+            **own.attention_arguments,
         )
-        hidden_RE = output.last_hidden_state.squeeze(0)[batch.head_index_R]
+        hidden_RE = output.last_hidden_state.squeeze(0)[own.head_index_r]
         # Not through the classifier's dropout: values of the same state must be the same in every pass. In float32:
         # bfloat16 would round values to 1/256 of their size.
         head: nn.Linear = classifier.score
         bias = None if head.bias is None else head.bias.float()
-        return functional.linear(hidden_RE.float(), head.weight.float(), bias).squeeze(-1)
+        return own.join(functional.linear(hidden_RE.float(), head.weight.float(), bias).squeeze(-1))
 
     def copy_backbone(self, policy: nn.Module) -> None:
         """Start from the policy's weights as they are now (both sharded over the same mesh, or both whole).

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import time
@@ -27,7 +26,6 @@ def score(prompt, response, answer, **row):
 """
 TIMED_KEYS = {"step_seconds"}
 TOTAL_STEPS = 4
-START_SECONDS = 300.0
 RUN_SECONDS = 600.0
 
 
@@ -75,29 +73,50 @@ def write_job(assets: Path, run: Path, **sections: dict[str, Any]) -> dict[str, 
     return dict(os.environ) | {"RLJOB_CONFIG": str(path)}
 
 
+SHARED_RAY = """
+import sys
+import ray
+
+for attempt in range(5):  # Ray gives its own processes 30 s to start, which a busy machine can miss
+    try:
+        context = ray.init(
+            address="local", num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False
+        )
+        break
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
 @contextmanager
-def shared_ray(directory: Path, num_cpus: int = 2) -> Iterator[tuple[dict[str, str], int]]:
+def shared_ray(directory: Path) -> Iterator[tuple[dict[str, str], int]]:
     """A Ray that outlives the runs, as in a pod: their environment, and the process that all its actors descend from.
 
-    Runs on it save the start of Ray, most of what a short run costs.
+    Runs on it save the start of Ray.
     """
     log = directory / "ray.log"
     environment = dict(os.environ) | {"RAY_USAGE_STATS_ENABLED": "0"}
-    command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"),
-        *("--node-ip-address=127.0.0.1", f"--num-cpus={num_cpus}", "--include-dashboard=false"),
-    ]
     with log.open("w") as file:
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [sys.executable, "-c", SHARED_RAY],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while (found := re.search(r"127\.0\.0\.1:(\d+)", log.read_text())) is None:
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, f"Ray did not start: {log.read_text()[-3000:]}"
-            time.sleep(0.1)
-        yield {"RAY_ADDRESS": f"127.0.0.1:{found[1]}"}, process.pid
+        address = process.stdout.readline().strip()
+        assert address, log.read_text()[-3000:]
+        yield {"RAY_ADDRESS": address}, process.pid
     finally:
-        process.terminate()
+        process.stdin.close()
         process.wait(timeout=60)
 
 
