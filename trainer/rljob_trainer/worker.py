@@ -149,6 +149,7 @@ class TrainWorker:
         return plan
 
     def _shard(self, module: PolicyModel | ValueModel) -> None:
+        module.sequence_group = self._sequence_group
         prepare_model(module, self._mesh, self._job.spec.model.dtype, self._execution)
 
     def setup_reference(self) -> None:
