@@ -52,9 +52,7 @@ class CriticRank:
 
     def compute_values(self, micro_batches: list[list[TrainRow]]) -> list[list[FloatArray]]:
         """Values per row."""
-        return compute_row_values(
-            self._model, micro_batches, device=self._device, on_micro_batch=self._on_micro_batch
-        )
+        return compute_row_values(self._model, micro_batches, device=self._device, on_micro_batch=self._on_micro_batch)
 
     def update(self, batch: MiniBatch) -> ValueMetrics:
         """One optimizer update; `batch.learning_rate` is the critic's."""
