@@ -19,7 +19,7 @@ from rljob_trainer.data import (
 )
 from rljob_trainer.errors import ConfigurationError, DataError
 from rljob_trainer.models.policy import find_stop_token_ids, load_config
-from rljob_trainer.models.sequence_parallel import check_heads
+from rljob_trainer.models.sequence_parallel import check_sequence_parallel
 from rljob_trainer.rewards import make_answer_check
 
 
@@ -44,7 +44,8 @@ def load_inputs(job: ResolvedJob, note: Callable[[str], None]) -> Inputs:
         ConfigurationError: an unreadable model. DataError: unusable data files.
     """
     spec = job.spec
-    check_heads(load_config(spec.model.source, spec.model.revision), spec.training.sequence_parallel_size)
+    config = load_config(spec.model.source, spec.model.revision)
+    check_sequence_parallel(config, spec.model, spec.training.sequence_parallel_size)
     try:
         tokenizer = AutoTokenizer.from_pretrained(spec.model.source, revision=spec.model.revision)
     except (OSError, ValueError) as error:

@@ -34,6 +34,8 @@ def decide_execution(job: ResolvedJob, plan: MemoryPlan | None) -> Execution:
     """
     model, training = job.spec.model, job.spec.training
     is_compiled = model.compile is Toggle.ALWAYS or (model.compile is Toggle.AUTO and plan is not None)
+    # What a rank of a sequence group gets of a pack has another shape every time.
+    is_compiled = is_compiled and training.sequence_parallel_size == 1
     longest = job.spec.data.max_prompt_tokens + job.spec.rollout.max_response_tokens
     budget = training.micro_batch_tokens or (training.micro_batch_sequences or 1) * longest
     layout = PackLayout(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
+from rljob_api.v1alpha1.model import Model, Toggle
 from rljob_trainer.errors import ConfigurationError
 from rljob_trainer.models.packed_batch import PackedBatch
 
@@ -41,11 +42,12 @@ def build_sequence_group(device_type: str, world_size: int, size: int) -> Sequen
     return SequenceGroup(mesh.get_group("sequence"), size, mesh.get_local_rank("sequence"))
 
 
-def check_heads(config: Any, size: int) -> None:
-    """Attention heads must divide; key heads need not, they are repeated.
+def check_sequence_parallel(config: Any, model: Model, size: int) -> None:
+    """Attention heads must divide; key heads need not, they are repeated. What a rank gets of a pack varies too much
+    for compiled shapes.
 
     Raises:
-        ConfigurationError: they do not.
+        ConfigurationError: they do not, or compilation is asked for.
     """
     num_heads = int(config.num_attention_heads)
     if num_heads % size:
@@ -53,6 +55,11 @@ def check_heads(config: Any, size: int) -> None:
         raise ConfigurationError(
             f"spec.training.sequenceParallelSize: {size} must divide the model's {num_heads} attention heads; valid "
             f"values: {valid}"
+        )
+    if size > 1 and model.compile is Toggle.ALWAYS:
+        raise ConfigurationError(
+            f"spec.model.compile: Always, but with spec.training.sequenceParallelSize: {size} every pack has another "
+            "shape; use compile: Auto (which then does not compile), or sequenceParallelSize: 1"
         )
 
 
