@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from rljob_api.v1alpha1.rollout import Engine
 from rljob_trainer.distributed.location import ActorLocation, locate_this_actor
@@ -16,24 +18,38 @@ from rljob_trainer.engines.contract import (
     MemoryTag,
     SamplingParams,
 )
-from rljob_trainer.engines.native import NativeEngine
 from rljob_trainer.errors import ConfigurationError
 from rljob_trainer.quiet import quiet_libraries
 from rljob_trainer.sync.buckets import Bucket
 
-ADAPTERS: dict[Engine, Callable[[], EngineAdapter]] = {Engine.NATIVE: NativeEngine}
+ADAPTERS: Final[dict[Engine, str]] = {
+    Engine.NATIVE: "rljob_trainer.engines.native:NativeEngine",
+    Engine.SGLANG: "rljob_trainer.engines.sglang:SGLangEngine",
+}
+"""`module:class`, imported where it runs: engines are not installed together."""
+
+
+def create_adapter(engine: Engine) -> EngineAdapter:
+    """A new adapter, not started.
+
+    Raises:
+        ConfigurationError: this trainer has none for the engine.
+    """
+    if engine not in ADAPTERS:
+        raise ConfigurationError(
+            f"spec.rollout.engine: {engine} has no adapter in this trainer; use {', '.join(ADAPTERS)}"
+        )
+    module, _, name = ADAPTERS[engine].partition(":")
+    adapter: EngineAdapter = getattr(importlib.import_module(module), name)()
+    return adapter
 
 
 class EngineActor:
     """Forwards to the adapter; `generate` streams groups as they finish."""
 
     def __init__(self, engine: Engine) -> None:
-        if engine not in ADAPTERS:
-            raise ConfigurationError(
-                f"spec.rollout.engine: {engine} has no adapter in this trainer; use {', '.join(ADAPTERS)}"
-            )
         quiet_libraries()
-        self._adapter = ADAPTERS[engine]()
+        self._adapter = create_adapter(engine)
 
     def locate(self) -> ActorLocation:
         """Where this actor runs."""

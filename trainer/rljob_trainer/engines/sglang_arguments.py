@@ -1,0 +1,161 @@
+"""What SGLang is started with: constructor arguments and environment, as pure functions of settings and version.
+
+Argument names are those of `ServerArgs` in 0.5.16 and 0.5.23 (they agree in everything used here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rljob_api.addresses import is_ipv6_literal
+from rljob_api.engine_switches import MEMORY_CHECK_SPELLINGS, choose_memory_check_switch
+from rljob_api.v1alpha1.model import DType
+from rljob_trainer.engines.contract import EngineSettings
+from rljob_trainer.errors import ConfigurationError
+
+DTYPE_ARGUMENTS: Final = {DType.FLOAT32: "float32", DType.BFLOAT16: "bfloat16"}
+DEFAULT_CONCURRENT_SAMPLES: Final = {"cuda": 512, "cpu": 64}
+CPU_MEMORY_FRACTION: Final = 0.1
+"""Of host memory; the KV pool is sized by tokens there."""
+MAX_CPU_KV_TOKENS: Final = 131_072
+ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+@dataclass(frozen=True)
+class EnvironmentChange:
+    """What the process of the engine gets and loses before SGLang is imported."""
+
+    assigned: dict[str, str]
+    removed: tuple[str, ...]
+    warnings: tuple[str, ...]
+    """One per value of the user that was dropped."""
+
+
+def plan_environment(
+    version: str, settings: EngineSettings, environment: Mapping[str, str], cpu_ids: Collection[int]
+) -> EnvironmentChange:
+    """The variables SGLang reads, by version; an image's own ENV cannot be unset by a pod spec, so it is done here.
+
+    Args:
+        version: of the installed SGLang.
+        settings: of the engine.
+        environment: what is set now.
+        cpu_ids: CPUs this process may use.
+    """
+    switch = choose_memory_check_switch(version)
+    assigned = dict(switch)
+    # The constructor of every node but the first otherwise blocks for ever.
+    assigned["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+    # Log-probabilities of softmax(logits / temperature): what the trainer recomputes (LogProbMode.TEMPERED).
+    assigned["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
+    if settings.host is not None:
+        assigned["SGLANG_HOST_IP"] = settings.host
+    if settings.visible_devices is not None:
+        assigned["CUDA_VISIBLE_DEVICES"] = ",".join(settings.visible_devices)
+    if settings.device == "cpu":
+        assigned["SGLANG_USE_CPU_ENGINE"] = "1"
+        # SGLang refuses more ranks than NUMA nodes unless told where each rank runs.
+        everywhere = ",".join(str(cpu) for cpu in sorted(cpu_ids))
+        assigned["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([everywhere] * settings.tensor_parallel_size)
+        if settings.num_threads is not None:
+            assigned["OMP_NUM_THREADS"] = str(settings.num_threads)
+    removed: list[str] = []
+    warnings: list[str] = []
+    for name in MEMORY_CHECK_SPELLINGS:
+        if name in environment and name not in switch:
+            removed.append(name)
+            kept = ", ".join(f"{key}={value}" for key, value in switch.items())
+            warnings.append(
+                f"removed {name}={environment[name]} from the environment: SGLang {version} misreads it; {kept} is set"
+            )
+    for name in ALLOCATOR_VARIABLES:
+        value = environment.get(name, "")
+        if settings.device == "cuda" and "expandable_segments:true" in value.replace(" ", "").lower():
+            kept_options = ",".join(part for part in value.split(",") if "expandable_segments" not in part)
+            if kept_options:
+                assigned[name] = kept_options
+            else:
+                removed.append(name)
+            warnings.append(
+                f"removed expandable_segments from {name}={value}: SGLang's memory saver cannot release such memory"
+            )
+    return EnvironmentChange(assigned, tuple(removed), tuple(warnings))
+
+
+def build_arguments(settings: EngineSettings, known: Collection[str], *, nccl_port: int) -> dict[str, Any]:
+    """Arguments of `Engine(...)`. The user's `engineArgs` win over defaults, and never over what the job decides.
+
+    Args:
+        settings: of the engine.
+        known: names `ServerArgs` has in the installed version.
+        nccl_port: free port for the rendezvous of a replica within one node.
+
+    Raises:
+        ConfigurationError: an unknown or owned argument.
+    """
+    samples = settings.max_concurrent_samples or DEFAULT_CONCURRENT_SAMPLES[settings.device]
+    owned: dict[str, Any] = {
+        "model_path": settings.model_source,
+        "revision": settings.model_revision,
+        "dtype": DTYPE_ARGUMENTS[DType(settings.dtype)],
+        "device": settings.device,
+        "skip_tokenizer_init": True,
+        "tp_size": settings.tensor_parallel_size,
+        "nnodes": settings.num_nodes,
+        "node_rank": settings.node_rank,
+        "context_length": settings.max_sequence_tokens,
+        "max_running_requests": samples,
+    }
+    if settings.rendezvous is not None:
+        owned["dist_init_addr"] = settings.rendezvous
+    else:
+        owned["host"] = choose_loopback(settings.host)
+        owned["nccl_port"] = nccl_port
+    defaults: dict[str, Any] = {"log_level": "error", "random_seed": 0}
+    if settings.device == "cuda":
+        owned |= {"enable_memory_saver": True, "mem_fraction_static": settings.memory_fraction, "base_gpu_id": 0}
+        defaults |= {
+            "cuda_graph_bs_decode": choose_graph_sizes(samples),
+            # Costs a minute at start and gains little where a step has one prefill phase.
+            "disable_prefill_cuda_graph": True,
+        }
+        if any(name.startswith(("cuda_graph", "disable_cuda_graph")) for name in settings.engine_args):
+            defaults.pop("cuda_graph_bs_decode")
+    else:
+        owned |= {"mem_fraction_static": CPU_MEMORY_FRACTION}
+        defaults |= {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "max_total_tokens": min(MAX_CPU_KV_TOKENS, samples * settings.max_sequence_tokens),
+        }
+    for name in settings.engine_args:
+        if name in owned:
+            raise ConfigurationError(f"spec.rollout.engineArgs.{name}: decided by other fields of the job; remove it")
+        if name not in known:
+            close = sorted(candidate for candidate in known if name.split("_")[0] in candidate)[:5]
+            hint = f"; arguments with that word: {', '.join(close)}" if close else ""
+            raise ConfigurationError(
+                f"spec.rollout.engineArgs.{name}: the installed SGLang has no such argument; remove it{hint}"
+            )
+    return {name: value for name, value in (defaults | settings.engine_args | owned).items() if value is not None}
+
+
+def choose_loopback(host: str | None) -> str:
+    """Loopback of the node's own family: a node with IPv6 only may lack 127.0.0.1."""
+    return "::1" if host is not None and is_ipv6_literal(host) else "127.0.0.1"
+
+
+def choose_graph_sizes(limit: int) -> list[int]:
+    """Batch sizes to capture decode graphs for, up to the concurrency.
+
+    A batch runs in the next larger graph. SGLang's own list has 52 sizes up to 512, and each costs more than a second
+    at start; two sizes per doubling (8, 12, 16, 24, ...) cost little of a decode that is bound by reading the weights.
+    """
+    sizes: list[int] = []
+    size = 1
+    while size < limit:
+        sizes.append(size)
+        size += 1 << max(0, size.bit_length() - 2)
+    return [*sizes, limit]
