@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 from rljob_api.v1alpha1.algorithm import AdvantageEstimator, KLControllerType, KLEstimator, LossAggregation, PolicyLoss
 from rljob_trainer.algorithms.advantages import compute_advantages, compute_gdpo, place_outcome_rewards
 from rljob_trainer.algorithms.aggregation import aggregate, compute_token_weights
+from rljob_trainer.algorithms.covariance import select_tokens
 from rljob_trainer.algorithms.groups import compute_group_statistics
-from rljob_trainer.algorithms.kl import compute_kl, update_kl_coefficient
+from rljob_trainer.algorithms.kl import compute_kl, compute_mean_kl, update_kl_coefficient
 from rljob_trainer.algorithms.masked import masked_mean, whiten
-from rljob_trainer.algorithms.policy_losses import PolicyLossOptions, compute_policy_loss, get_required_aggregation
+from rljob_trainer.algorithms.overlong import compute_overlong_penalty
+from rljob_trainer.algorithms.policy_losses import COVARIANCE_LOSSES, PolicyLossOptions, compute_policy_loss
 from rljob_trainer.algorithms.token_advantages import compute_discounted_returns, compute_gae
 
 GROUP_ESTIMATORS = [
@@ -248,10 +251,24 @@ def test_whitening_one_token_or_a_constant_batch():
     assert whiten(torch.full((7,), 0.1), torch.ones(7).bool()).tolist() == [0.0] * 7
 
 
+def select(loss, new, old, advantages, mask=None, seed=0, **options):
+    new = torch.as_tensor(new)
+    return select_tokens(
+        loss,
+        log_probs_N=new,
+        old_log_probs_N=torch.as_tensor(old),
+        advantages_N=torch.as_tensor(advantages),
+        mask_N=torch.ones(len(new), dtype=torch.bool) if mask is None else mask,
+        options=PolicyLossOptions(**options),
+        rng=np.random.default_rng(seed),
+    )
+
+
 def run_loss(loss, new, old, advantages, mask=None, ids=None, **options):
     new = torch.tensor(new, requires_grad=True)
     mask = torch.ones(len(new)).bool() if mask is None else torch.tensor(mask).bool()
     ids = torch.zeros(len(new)).long() if ids is None else torch.tensor(ids)
+    selected = select(loss, new, old, advantages, mask, **options) if loss in COVARIANCE_LOSSES else None
     output = compute_policy_loss(
         loss,
         log_probs_N=new,
@@ -261,6 +278,7 @@ def run_loss(loss, new, old, advantages, mask=None, ids=None, **options):
         sequence_ids_N=ids,
         num_sequences=int(ids.max()) + 1,
         options=PolicyLossOptions(**options),
+        selected_N=None if selected is None else torch.from_numpy(selected),
     )
     output.token_losses_N.sum().backward()
     return output, new.grad
@@ -304,6 +322,52 @@ def test_gspo_uses_one_ratio_per_sequence():
     assert output.token_losses_N.tolist() == pytest.approx(want, rel=1e-5)
 
 
-def test_losses_with_one_aggregation_say_so():
-    assert get_required_aggregation(PolicyLoss.GMPO) is LossAggregation.SEQUENCE_MEAN_TOKEN_MEAN
-    assert get_required_aggregation(PolicyLoss.PPO_CLIP) is None
+def test_kl_cov_selects_the_highest_covariances_and_clip_cov_draws_inside_its_band():
+    advantages = [2.0, -2.0, 0.5, -0.5, 3.0, 0.0]
+    log_probs = [-0.1, -3.0, -1.0, -1.1, -0.2, -1.0]
+    chosen = select(PolicyLoss.KL_COV, log_probs, log_probs, advantages, cov_fraction=0.34)
+    assert np.flatnonzero(chosen).tolist() == [1, 4], "covariances 4.8 and 2.2 are the largest"
+    draws = {
+        tuple(
+            np.flatnonzero(
+                select(PolicyLoss.CLIP_COV, log_probs, log_probs, advantages, seed=seed, cov_low=1.0, cov_high=3.0)
+            )
+        )
+        for seed in range(20)
+    }
+    assert draws == {(0,), (4,)}, "one token at least, drawn among those with a covariance between 1 and 3"
+    repeated = [select(PolicyLoss.CLIP_COV, log_probs, log_probs, advantages, seed=3, cov_low=1.0) for _ in range(2)]
+    assert repeated[0].tolist() == repeated[1].tolist()
+
+
+def test_clip_cov_takes_the_gradient_of_its_tokens_and_kl_cov_adds_a_penalty():
+    new, old, advantages = [-0.1, -3.0, -1.0], [-0.2, -3.0, -1.0], [2.0, -2.0, 0.5]
+    _, gradient = run_loss(PolicyLoss.CLIP_COV, new, old, advantages, cov_low=1.0, cov_high=9.0, clip_high=1.0)
+    assert (gradient == 0).sum() == 1
+    plain, _ = run_loss(PolicyLoss.KL_COV, new, old, advantages, kl_cov_coefficient=0.0, cov_fraction=1.0)
+    penalised, _ = run_loss(PolicyLoss.KL_COV, new, old, advantages, kl_cov_coefficient=3.0, cov_fraction=1.0)
+    assert (penalised.token_losses_N - plain.token_losses_N).tolist() == pytest.approx([0.3, 0.0, 0.0], abs=1e-6)
+
+
+def test_covariance_losses_refuse_to_choose_from_a_micro_batch():
+    with pytest.raises(ValueError, match="whole mini-batch"):
+        compute_policy_loss(
+            PolicyLoss.KL_COV,
+            log_probs_N=torch.zeros(1),
+            old_log_probs_N=torch.zeros(1),
+            advantages_N=torch.zeros(1),
+            mask_N=torch.ones(1).bool(),
+            sequence_ids_N=torch.zeros(1).long(),
+            num_sequences=1,
+        )
+
+
+def test_the_overlong_penalty_is_linear_in_its_buffer():
+    penalty = compute_overlong_penalty(torch.tensor([10, 32, 36, 40]), max_tokens=40, buffer_tokens=8, factor=2.0)
+    assert penalty.tolist() == [0.0, 0.0, -1.0, -2.0]
+
+
+def test_a_mean_kl_leaves_empty_rows_out():
+    kl, mask = torch.tensor([[1.0, 3.0], [math.nan, math.nan], [4.0, math.nan]]), torch.tensor([[1, 1], [0, 0], [1, 0]])
+    assert compute_mean_kl(kl, mask) == 3.0
+    assert compute_mean_kl(kl, torch.zeros_like(mask)) == 0.0
