@@ -249,9 +249,28 @@ def discard(temporary: Path) -> None:
 
 
 def prune(directory: Path, keep_last: int) -> list[int]:
-    """Delete all but the newest `keep_last` complete checkpoints found on disk; returns the steps deleted."""
-    complete = [path for path in list_step_directories(directory) if isinstance(read_checkpoint(path), Checkpoint)]
+    """Delete all but the newest `keep_last` complete checkpoints found on disk; returns the steps deleted.
+
+    Older directories without a manifest are what a deletion that was cut short left behind; they go as well.
+
+    Raises:
+        CheckpointError: they cannot be deleted.
+    """
+    try:
+        return _prune(directory, keep_last)
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory}: checkpoints beyond spec.checkpoint.keepLast: {keep_last} cannot be deleted: {error}"
+        ) from error
+
+
+def _prune(directory: Path, keep_last: int) -> list[int]:
+    found = list_step_directories(directory)
+    complete = [path for path in found if isinstance(read_checkpoint(path), Checkpoint)]
     deleted: list[int] = []
+    for path in found[found.index(complete[0]) :] if complete else []:
+        if not (path / MANIFEST_FILE).exists():
+            shutil.rmtree(path)
     for path in complete[keep_last:]:
         # Manifest first: a deletion cut short must not look like a checkpoint.
         (path / MANIFEST_FILE).unlink()

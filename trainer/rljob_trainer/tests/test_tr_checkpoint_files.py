@@ -1,7 +1,10 @@
 """Checkpoints on disk: atomic publication, damage, retention, ownership, and which one a run resumes from."""
 
 import json
+import multiprocessing
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -203,3 +206,56 @@ def test_resume_from_another_run(tmp_path, make_job):
         resume(make_job, run, resume_from_path=str(tmp_path / "nothing"))
     save(run, 5)  # a restart of the run itself continues the run
     assert resume(make_job, run, resume_from_path=str(other)) == (5, True)
+
+
+def save_until(directory: str, num_effects: int) -> None:
+    """Save step 40 and apply retention; die by SIGKILL right before the n-th effect on the file system."""
+    effects = 0
+
+    def dying(call):
+        def run(*arguments, **keywords):
+            nonlocal effects
+            effects += 1
+            if effects == num_effects:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **keywords)
+
+        return run
+
+    for owner, name in (
+        *((os, name) for name in ("fsync", "replace", "mkdir", "unlink", "rmdir")),
+        (Path, "write_bytes"),
+        (Path, "open"),
+    ):
+        setattr(owner, name, dying(getattr(owner, name)))
+    save(Path(directory), 40, b"newer weights")
+    files.prune(Path(directory), 2)
+    os._exit(0)
+
+
+def test_a_kill_before_any_effect_of_a_save_never_breaks_a_resume(tmp_path):
+    """Every point of the save and of the retention after it, in processes of their own."""
+    context = multiprocessing.get_context("fork")
+    found = []
+    for num_effects in range(1, 100):
+        directory = tmp_path / str(num_effects)
+        for step in (10, 20):
+            save(directory, step)
+        process = context.Process(target=save_until, args=(str(directory), num_effects))
+        process.start()
+        process.join(timeout=60)
+        step, reasons = newest(directory)
+        assert step in (20, 40), (num_effects, reasons)
+        assert not [reason for reason in reasons if "step-20" in reason or "step-40" in reason], num_effects
+        assert (directory / "latest").read_text() in ("step-20\n", "step-40\n")
+        found.append(step)
+        save(directory, 60)  # the next attempt's save works, and clears what was left
+        files.prune(directory, 2)
+        assert newest(directory) == (60, [])
+        assert not list(directory.glob("*.tmp"))
+        assert len(files.list_step_directories(directory)) == 2  # nor remains of a deletion
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    assert num_effects > 12  # the points were really different ones
+    assert found == sorted(found)  # old until it is published, new ever after

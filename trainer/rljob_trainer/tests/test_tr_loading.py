@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tr_families import FAMILIES, SHAPE
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rljob_api.v1alpha1.model import DType
 from rljob_trainer.errors import ConfigurationError
@@ -22,30 +23,6 @@ from rljob_trainer.models.sharding import shard_policy
 
 CPU = torch.device("cpu")
 WORLD_SIZE, RANK = 3, 1
-SHAPE = {
-    "vocab_size": 41,  # no multiple of the world size: the last rank has fewer rows
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-FAMILIES = {
-    "qwen2": lambda tied: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=tied)),
-    "qwen3": lambda tied: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=tied)),
-    "llama3": lambda tied: LlamaForCausalLM(
-        LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=tied)
-    ),
-}
 FIELD = "spec.model.source"
 
 
