@@ -84,6 +84,18 @@ test: tools ## All tests except end-to-end, learning and engine tests (PYTEST_WO
 test-unit: venv ## Only tests that need no program beside Python
 	$(BIN)/pytest -q -m "not e2e and not integration and not ray and not slow and not learning and not engines"
 
+.PHONY: test-numerics
+test-numerics: venv ## Golden vectors, worked values and invariances of the algorithms (RLJOB_SHARED_DIR)
+	$(BIN)/pytest -q trainer/rljob_trainer/tests/test_tr_numerics*.py trainer/rljob_trainer/tests/test_tr_algorithms.py \
+	  trainer/rljob_trainer/tests/test_tr_rewards_gsm8k.py trainer/rljob_trainer/tests/test_tr_invariance.py
+
+# One algorithm (GRPO), or every one.
+LEARNING ?=
+
+.PHONY: test-learning
+test-learning: venv ## Each algorithm trains the quickstart to reward 0.8: minutes each (LEARNING=GRPO for one)
+	$(BIN)/pytest -q -m learning trainer $(if $(LEARNING),-k "$(LEARNING)") --durations=0
+
 .PHONY: demo
 demo: venv ## Train the quickstart on this machine: about five minutes on two cores
 	$(BIN)/python -m rljob_trainer.quickstart runs/quickstart-assets
