@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import secrets
 import subprocess
 import sys
 import time
@@ -99,7 +100,8 @@ def shared_ray(directory: Path) -> Iterator[tuple[dict[str, str], int]]:
     Runs on it save the start of Ray.
     """
     log = directory / "ray.log"
-    environment = dict(os.environ) | {"RAY_USAGE_STATS_ENABLED": "0"}
+    authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # as the operator sets them
+    environment = dict(os.environ) | authentication | {"RAY_USAGE_STATS_ENABLED": "0"}
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-c", SHARED_RAY],
@@ -114,7 +116,7 @@ def shared_ray(directory: Path) -> Iterator[tuple[dict[str, str], int]]:
     try:
         address = process.stdout.readline().strip()
         assert address, log.read_text()[-3000:]
-        yield {"RAY_ADDRESS": address}, process.pid
+        yield authentication | {"RAY_ADDRESS": address}, process.pid
     finally:
         process.stdin.close()
         process.wait(timeout=60)
