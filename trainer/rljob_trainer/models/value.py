@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AutoModelForTokenClassification
 
 from rljob_trainer.errors import ConfigurationError
@@ -50,8 +49,9 @@ class ValueModel(nn.Module):
         # Not through the classifier's dropout: values of the same state must be the same in every pass. In float32:
         # bfloat16 would round values to 1/256 of their size.
         head: nn.Linear = classifier.score
-        bias = None if head.bias is None else head.bias.float()
-        return own.join(functional.linear(hidden_RE.float(), head.weight.float(), bias).squeeze(-1))
+        # Not `linear(...).squeeze()`: FSDP2's hook for the backward pass does not survive changes of a view.
+        values_R = hidden_RE.float() @ head.weight[0].float()
+        return own.join(values_R if head.bias is None else values_R + head.bias.float())
 
     def copy_backbone(self, policy: nn.Module) -> None:
         """Start from the policy's weights as they are now (both sharded over the same mesh, or both whole).
