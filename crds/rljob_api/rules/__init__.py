@@ -18,6 +18,7 @@ from rljob_api.rules.data import DATA_RULES
 from rljob_api.rules.environment import ENVIRONMENT_RULES
 from rljob_api.rules.lifecycle import LIFECYCLE_RULES
 from rljob_api.rules.losses import LOSS_RULES
+from rljob_api.rules.model import MODEL_RULES
 from rljob_api.rules.pods import POD_RULES
 from rljob_api.rules.rollout import ROLLOUT_RULES
 from rljob_api.rules.sizes import SIZE_RULES
@@ -30,6 +31,7 @@ RULES: Final[tuple[Rule, ...]] = (
     *LIFECYCLE_RULES,
     *ALGORITHM_RULES,
     *LOSS_RULES,
+    *MODEL_RULES,
     *DATA_RULES,
     *ROLLOUT_RULES,
     *SIZE_RULES,

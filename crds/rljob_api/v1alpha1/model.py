@@ -33,7 +33,9 @@ class Attention(StrEnum):
 
 
 class LoRA(ApiModel):
-    """Low-rank adapters (arXiv 2106.09685)."""
+    """Low-rank adapters (arXiv 2106.09685). Only they are trained and saved; engines and exports get them merged into
+    the weights, and the reference of a KL term is the model without them. There is no dropout: log-probabilities of the
+    same tokens must be the same in every pass."""
 
     rank: Annotated[int, Field(ge=1, le=1024, examples=[32])]
     """Rank of the adapters."""
@@ -66,13 +68,14 @@ class Critic(ApiModel):
     """The value model (PPO only)."""
 
     source: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """Default: `model.source` with a scalar head."""
+    """A causal LM, or a classifier with one label whose head is kept. Default: the policy as it is after the warm start,
+    with a new head that starts at 0."""
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-5
-    """Peak learning rate of the critic."""
+    """Peak learning rate of the critic; schedule, warm-up, weight decay and gradient clip are those of `training`."""
     warmup_steps: NonNegativeInt32 = 0
-    """Steps in which only the critic is trained."""
+    """First rollout steps in which only the critic is trained."""
     value_clip: Annotated[float, Field(gt=0, le=1000)] = 0.5
-    """Clip range of the value loss."""
+    """Values further than this from those before the update gain nothing (clipped value loss)."""
     epochs_per_step: PositiveInt32 | None = None
     """Passes over the batch; default `training.epochsPerStep`."""
 
