@@ -1,10 +1,11 @@
-"""The actors of a run: one `TrainWorker` per rank, one `EngineActor` per replica, in one placement group."""
+"""The actors of a run: one `TrainWorker` per rank, one `EngineActor` per engine replica and node, in one placement
+group."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import ray
@@ -13,6 +14,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rljob_api.contract import ResolvedJob
 from rljob_api.resolve import compute_longest_sequence_tokens
+from rljob_trainer.distributed.engine_layout import (
+    EngineSlot,
+    choose_engine_bundles,
+    plan_engines,
+    specialise_settings,
+)
 from rljob_trainer.distributed.location import ActorLocation
 from rljob_trainer.distributed.placement import CPUS_PER_RANK, reserve_ranks, wait_for_nodes
 from rljob_trainer.distributed.ray_connection import read_last_log_lines
@@ -37,7 +44,14 @@ class Cluster:
 
     ranks: list[Actor]
     engines: list[Actor]
+    """One per replica: the actor that is asked to generate and takes weights."""
+    engine_ranks: list[tuple[int, ...]]
+    """Per replica, the ranks whose GPUs it uses, in tensor parallel order."""
     engines_by_node: dict[str, list[Actor]]
+    followers: list[Actor]
+    """Engine actors of the other nodes of replicas over several nodes: they only lend their GPUs."""
+    watches: dict[Any, Actor]
+    """Calls that end only when a follower's engine dies."""
     placement: PlacementGroup
     num_parameters: int
 
@@ -72,7 +86,23 @@ class Cluster:
             call = getattr(actor.handle, method)
             call = call.options(concurrency_group=CONTROL_GROUP) if control else call
             references[call.remote(*arguments)] = actor
-        return wait_for_all(references, timeout_seconds=timeout_seconds, what=f"engines: {method}", poll=poll)
+
+        def poll_all() -> None:
+            poll()
+            self.check_followers()
+
+        return wait_for_all(references, timeout_seconds=timeout_seconds, what=f"engines: {method}", poll=poll_all)
+
+    def check_followers(self) -> None:
+        """When the engine of another node dies, the first node hangs in a collective: blame the dead one.
+
+        Raises:
+            EngineDied: its verdict.
+        """
+        if self.watches:
+            ready, _ = ray.wait(list(self.watches), num_returns=1, timeout=0)
+            for reference in ready:
+                get_value(reference, self.watches[reference], timeout_seconds=STOP_DEADLINE_SECONDS)
 
     def leaders(self) -> list[Actor]:
         """The first rank of each node: it hands the weights to that node's engines."""
@@ -83,9 +113,15 @@ class Cluster:
 
     def stop(self) -> None:
         """End all actors; what does not stop in time is killed."""
-        references = [actor.handle.stop.remote() for actor in [*self.ranks, *self.engines]]
+        actors = [*self.ranks, *self.engines, *self.followers]
+        references = [actor.handle.stop.remote() for actor in self.ranks]
+        # In the control group: `generate` or `watch` may still run in the other.
+        references += [
+            actor.handle.stop.options(concurrency_group=CONTROL_GROUP).remote()
+            for actor in [*self.engines, *self.followers]
+        ]
         ray.wait(references, num_returns=len(references), timeout=STOP_DEADLINE_SECONDS)
-        for actor in [*self.ranks, *self.engines]:
+        for actor in actors:
             ray.kill(actor.handle)
         remove_placement_group(self.placement)
 
@@ -106,10 +142,11 @@ def start_cluster(
         # Trainer and engine take turns, so each may use the node's whole share of the rank.
         num_threads = max(1, int(min(node.num_cpus for node in nodes) // layout.ranks_per_node))
 
-    def actor_options(bundle: int) -> dict[str, Any]:
+    def actor_options(bundle: int, *, is_engine: bool) -> dict[str, Any]:
         return {
             "num_cpus": CPUS_PER_RANK / 2,
-            "num_gpus": 0.5 if layout.gpus_per_node else 0,
+            # Engines use the GPUs of their ranks, told by `visible_devices`; Ray counts each GPU once, for its rank.
+            "num_gpus": layout.gpus_per_node / layout.ranks_per_node if not is_engine else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=bundle),
             "max_restarts": 0,
         }
@@ -119,15 +156,24 @@ def start_cluster(
     owners = [node for node in nodes for _ in range(layout.ranks_per_node)]
     # Trainer and engine processes start together: importing torch is most of the time until the first step.
     trainers = [
-        Actor(worker_class.options(**actor_options(bundle)).remote(job, num_threads), f"trainer {bundle}", node.node_id)
+        Actor(
+            worker_class.options(**actor_options(bundle, is_engine=False)).remote(job, num_threads),
+            f"trainer {bundle}",
+            node.node_id,
+        )
         for bundle, node in enumerate(owners)
     ]
-    replicas = [
-        Actor(engine_class.options(**actor_options(bundle)).remote(job.engine), f"engine {bundle}", node.node_id, True)
-        for bundle, node in enumerate(owners)
+    engine_actors = [
+        Actor(
+            engine_class.options(**actor_options(bundle, is_engine=True)).remote(job.engine),
+            f"engine {index}",
+            owners[bundle].node_id,
+            True,
+        )
+        for index, bundle in enumerate(choose_engine_bundles(layout))
     ]
     located: list[ActorLocation] = wait_for_all(
-        {actor.handle.locate.remote(): actor for actor in [*trainers, *replicas]},
+        {actor.handle.locate.remote(): actor for actor in [*trainers, *engine_actors]},
         timeout_seconds=START_DEADLINE_SECONDS,
         what=f"start of trainer and engine processes on {', '.join(node.address for node in nodes)}",
         poll=poll,
@@ -138,9 +184,8 @@ def start_cluster(
         Actor(trainers[bundle].handle, places[bundle].describe(f"rank {rank}"), places[bundle].node_id)
         for rank, bundle in enumerate(bundles)
     ]
-    engines = [
-        _name_engine(index, replicas[bundle].handle, engine_places[bundle]) for index, bundle in enumerate(bundles)
-    ]
+    slots = plan_engines([places[bundle] for bundle in bundles], layout.tensor_parallel_size)
+    placed = _assign_engines(slots, engine_actors, engine_places)
 
     settings = EngineSettings(
         model_source=job.spec.model.source,
@@ -155,6 +200,7 @@ def start_cluster(
         engine_args=job.spec.rollout.engine_args,
         num_threads=num_threads,
     )
+    starts = _start_engines(slots, placed, settings)
     rendezvous = get_value(
         ranks[0].handle.start_store.remote(START_DEADLINE_SECONDS), ranks[0], timeout_seconds=START_DEADLINE_SECONDS
     )
@@ -162,19 +208,66 @@ def start_cluster(
         actor.handle.setup.remote(rank, rendezvous, loss, START_DEADLINE_SECONDS): actor
         for rank, actor in enumerate(ranks)
     }
-    start = {actor.handle.start.remote(settings): actor for actor in engines}
-    facts = wait_for_all(setup | start, timeout_seconds=START_DEADLINE_SECONDS, what="loading the model", poll=poll)
+    facts = wait_for_all(setup | starts, timeout_seconds=START_DEADLINE_SECONDS, what="loading the model", poll=poll)
+    engines: list[Actor] = []
+    engine_ranks: list[tuple[int, ...]] = []
+    followers: list[Actor] = []
     by_node: dict[str, list[Actor]] = {}
-    for engine in engines:
-        by_node.setdefault(engine.node_id, []).append(engine)
-    return Cluster(ranks, engines, by_node, placement, facts[0]["num_parameters"])
-
-
-def _name_engine(index: int, handle: Any, place: ActorLocation) -> Actor:
-    return Actor(
-        handle,
-        place.describe(f"engine {index}"),
-        place.node_id,
-        is_engine=True,
-        describe_log=functools.partial(read_last_log_lines, place.node_id, place.address, place.pid),
+    for slot, actor in zip(slots, placed, strict=True):
+        if slot.node_rank == 0:
+            engines.append(actor)
+            engine_ranks.append(slot.ranks)
+            by_node.setdefault(actor.node_id, []).append(actor)
+        else:
+            followers.append(actor)
+            engine_ranks[-1] += slot.ranks
+    return Cluster(
+        ranks=ranks,
+        engines=engines,
+        engine_ranks=engine_ranks,
+        engines_by_node=by_node,
+        followers=followers,
+        watches={actor.handle.watch.remote(): actor for actor in followers},
+        placement=placement,
+        num_parameters=facts[0]["num_parameters"],
     )
+
+
+def _assign_engines(
+    slots: Sequence[EngineSlot], actors: Sequence[Actor], places: Sequence[ActorLocation]
+) -> list[Actor]:
+    """An actor on the right node for each slot, with the name people will read."""
+    free: dict[str, list[int]] = {}
+    for index, place in enumerate(places):
+        free.setdefault(place.node_id, []).append(index)
+    assigned: list[Actor] = []
+    for slot in slots:
+        index = free[slot.node_id].pop(0)
+        name = f"engine {slot.replica}" + (f" node {slot.node_rank}" if slot.num_nodes > 1 else "")
+        place = replace(places[index], gpu_ids=slot.gpu_ids)
+        assigned.append(
+            Actor(
+                actors[index].handle,
+                place.describe(name),
+                place.node_id,
+                is_engine=True,
+                describe_log=functools.partial(read_last_log_lines, place.node_id, place.address, place.pid),
+            )
+        )
+    return assigned
+
+
+def _start_engines(slots: Sequence[EngineSlot], actors: Sequence[Actor], settings: EngineSettings) -> dict[Any, Actor]:
+    """Start all at once: the nodes of a replica wait for each other."""
+    heads = {slot.replica: (slot, actor) for slot, actor in zip(slots, actors, strict=True) if slot.node_rank == 0}
+    ports = {
+        replica: get_value(actor.handle.find_port.remote(slot.address), actor, START_DEADLINE_SECONDS)
+        for replica, (slot, actor) in heads.items()
+        if slot.num_nodes > 1
+    }
+    return {
+        actor.handle.start.remote(
+            specialise_settings(settings, slot, heads[slot.replica][0], ports.get(slot.replica, 0))
+        ): actor
+        for slot, actor in zip(slots, actors, strict=True)
+    }

@@ -112,3 +112,16 @@ def set_interface(name: str) -> None:
     """Tell gloo and NCCL, before the first process group."""
     os.environ[GLOO_VARIABLE] = name
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def find_free_port(host: str) -> int:
+    """A port of `host` (bare, either family) that is free at this moment; who is told of it binds it a little later.
+
+    Raises:
+        OSError: `host` is no address of this node.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

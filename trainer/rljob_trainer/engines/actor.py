@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from rljob_api.v1alpha1.rollout import Engine
 from rljob_trainer.distributed.location import ActorLocation, locate_this_actor
+from rljob_trainer.distributed.network import find_free_port
 from rljob_trainer.engines.contract import (
     EngineAdapter,
     EngineHealth,
@@ -22,9 +25,11 @@ from rljob_trainer.errors import ConfigurationError
 from rljob_trainer.quiet import quiet_libraries
 from rljob_trainer.sync.buckets import Bucket
 
+WATCH_SECONDS: Final = 1.0
 ADAPTERS: Final[dict[Engine, str]] = {
     Engine.NATIVE: "rljob_trainer.engines.native:NativeEngine",
     Engine.SGLANG: "rljob_trainer.engines.sglang:SGLangEngine",
+    Engine.VLLM: "rljob_trainer.engines.vllm:VLLMEngine",
 }
 """`module:class`, imported where it runs: engines are not installed together."""
 
@@ -50,31 +55,51 @@ class EngineActor:
     def __init__(self, engine: Engine) -> None:
         quiet_libraries()
         self._adapter = create_adapter(engine)
+        self._stopping = threading.Event()
 
     def locate(self) -> ActorLocation:
         """Where this actor runs."""
         return locate_this_actor()
 
     def start(self, settings: EngineSettings) -> EngineInfo:
-        """Load the model."""
+        """Load the model on the devices of the replica's ranks."""
+        if settings.visible_devices is not None:
+            # Ray gave this actor no GPU; nothing here has touched CUDA yet.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(settings.visible_devices)
         self._adapter.start(settings)
         return self._adapter.probe()
+
+    def find_port(self, host: str) -> int:
+        """A port that is free on this node now."""
+        return find_free_port(host)
+
+    def watch(self) -> None:
+        """For the nodes of a replica that are not asked to generate: returns when the engine is stopped.
+
+        Raises:
+            EngineDied: the engine ended by itself.
+        """
+        while not self._stopping.wait(timeout=WATCH_SECONDS):
+            self._adapter.health()
 
     def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> Iterator[GeneratedGroup]:
         """Stream of finished groups."""
         yield from self._adapter.generate(requests, params)
 
     def begin_update(self, version: int) -> None:
-        """See the contract."""
+        """See the contract. Weights that were offloaded get their memory back first: it is what the update fills."""
+        self._adapter.onload([MemoryTag.WEIGHTS])
         self._adapter.begin_update(version)
 
-    def update(self, bucket: Bucket) -> None:
-        """One bucket, mapped from the object store without a copy."""
-        self._adapter.update([bucket])
+    def update(self, *buckets: Bucket) -> None:
+        """One bucket for all ranks of the replica, or one per rank; mapped from the object store without a copy."""
+        self._adapter.update(buckets)
 
     def end_update(self) -> int:
-        """The new version."""
-        return self._adapter.end_update()
+        """The new version; then the KV cache gets its memory back, when transfer buffers are gone."""
+        version = self._adapter.end_update()
+        self._adapter.onload([MemoryTag.KV_CACHE])
+        return version
 
     def checksum(self) -> int:
         """See the contract."""
@@ -98,4 +123,5 @@ class EngineActor:
 
     def stop(self) -> None:
         """Free everything."""
+        self._stopping.set()
         self._adapter.stop()

@@ -47,6 +47,8 @@ class LogProbMode(StrEnum):
 
     TEMPERED = "tempered"
     """softmax(logits / temperature), before top-p: what the trainer recomputes. Greedy requests use temperature 1."""
+    TEMPERED_NUCLEUS = "tempered-nucleus"
+    """The distribution sampled from: as TEMPERED, but after top-p. The same as TEMPERED without top-p."""
 
 
 @dataclass(frozen=True)

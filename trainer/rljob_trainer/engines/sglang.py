@@ -13,7 +13,6 @@ import importlib.metadata
 import logging
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from rljob_api.v1alpha1.model import DType
+from rljob_trainer.distributed.network import find_free_port
 from rljob_trainer.engines.contract import (
     EngineHealth,
     EngineInfo,
@@ -405,12 +405,3 @@ def list_argument_names(server_args: Any) -> set[str]:
     return {name for part in server_args.__mro__ for name in getattr(part, "__annotations__", {})} | set(
         getattr(server_args, "__struct_fields__", ())
     )
-
-
-def find_free_port(host: str) -> int:
-    """A port free at this moment; SGLang binds it itself a little later."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -52,8 +52,6 @@ def plan_environment(
     assigned["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
     if settings.host is not None:
         assigned["SGLANG_HOST_IP"] = settings.host
-    if settings.visible_devices is not None:
-        assigned["CUDA_VISIBLE_DEVICES"] = ",".join(settings.visible_devices)
     if settings.device == "cpu":
         assigned["SGLANG_USE_CPU_ENGINE"] = "1"
         # SGLang refuses more ranks than NUMA nodes unless told where each rank runs.
