@@ -16,6 +16,7 @@ from rljob_api.supported import find_unsupported
 from rljob_api.v1alpha1.algorithm import Algorithm, KLPlacement, PolicyLoss, RolloutCorrection
 from rljob_trainer.algorithms.policy_losses import PolicyLossOptions
 from rljob_trainer.algorithms.rollout_correction import CorrectionOptions
+from rljob_trainer.distributed.engine_layout import check_engine_layout
 from rljob_trainer.errors import ConfigurationError
 from rljob_trainer.update import LossSettings
 
@@ -122,11 +123,7 @@ def check_job(job: ResolvedJob) -> None:
             "GPU, "
             f"so use ranksPerNode: {layout.gpus_per_node}, or gpusPerNode: 0 to train on CPUs"
         )
-    if layout.tensor_parallel_size != 1:
-        raise ConfigurationError(
-            "spec.rollout.tensorParallelSize: Native engines hold a full copy each, got "
-            f"{layout.tensor_parallel_size}; use 1"
-        )
+    check_engine_layout(job.engine, layout)
     mini = training.mini_batch_prompts
     if mini is not None and training.prompts_per_step % mini:
         raise ConfigurationError(
