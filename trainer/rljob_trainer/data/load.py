@@ -41,6 +41,7 @@ class _Candidate:
     text: str
     target: Any
     row: Row
+    messages: tuple[Message, ...]
 
 
 def load_prompts(
@@ -91,6 +92,7 @@ def load_prompts(
                 # A nested column (`reward_model.ground_truth`) stays visible as a whole.
                 if name not in used or isinstance(value, dict)
             },
+            messages=candidate.messages,
         )
         for candidate, rendered in _limit_lengths(candidates, data, renderer, report)
     ]
@@ -183,7 +185,8 @@ def _read_candidates(
             kinds.compare(columns.prompt, prompt, source, place)
             kinds.compare(columns.target, target, source, place)
             uid = f"{list_name}/{file_number}/{row_number}"
-            yield _Candidate(uid, place, _render(renderer, prompt, source, place), target, row)
+            text = _render(renderer, prompt, source, place)
+            yield _Candidate(uid, place, text, target, row, renderer.list_messages(prompt))
         if num_rows == 0:
             raise DataError(f"{source.place}: {source.path} holds no rows")
         if not (has_prompt and has_target):

@@ -63,6 +63,12 @@ class PromptRenderer:
             raise DataError(f"{place}: the chat template cannot render this prompt: {error}") from error
         return text
 
+    def list_messages(self, prompt: str | list[Message]) -> tuple[Message, ...]:
+        """The conversation that the template renders; empty without a template."""
+        if self._template is None:
+            return ()
+        return tuple(self._wrap(prompt) if isinstance(prompt, str) else prompt)
+
     def _apply_template(self, prompt: str | list[Message]) -> str:
         messages = self._wrap(prompt) if isinstance(prompt, str) else prompt
         return str(

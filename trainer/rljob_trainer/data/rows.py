@@ -24,6 +24,8 @@ class PromptRow:
     """Gold answer as it stands in the file."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """All other columns of the row; reward functions get them by name."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """The conversation that `prompt_text` renders ({role, content}, system prompt included); empty for plain text."""
 
 
 @dataclass(frozen=True)
