@@ -200,7 +200,6 @@ def start_cluster(
         engine_args=job.spec.rollout.engine_args,
         num_threads=num_threads,
     )
-    starts = _start_engines(slots, placed, settings)
     rendezvous = get_value(
         ranks[0].handle.start_store.remote(START_DEADLINE_SECONDS), ranks[0], timeout_seconds=START_DEADLINE_SECONDS
     )
@@ -208,7 +207,16 @@ def start_cluster(
         actor.handle.setup.remote(rank, rendezvous, loss, START_DEADLINE_SECONDS): actor
         for rank, actor in enumerate(ranks)
     }
-    facts = wait_for_all(setup | starts, timeout_seconds=START_DEADLINE_SECONDS, what="loading the model", poll=poll)
+    if layout.gpus_per_node:
+        # Engines size their pools by what is free when they start: the trainer's part has to be in place.
+        facts = wait_for_all(setup, timeout_seconds=START_DEADLINE_SECONDS, what="loading the model", poll=poll)
+        starts = _start_engines(slots, placed, settings)
+        wait_for_all(starts, timeout_seconds=START_DEADLINE_SECONDS, what="starting the engines", poll=poll)
+    else:
+        starts = _start_engines(slots, placed, settings)
+        facts = wait_for_all(
+            setup | starts, timeout_seconds=START_DEADLINE_SECONDS, what="loading the model", poll=poll
+        )
     engines: list[Actor] = []
     engine_ranks: list[tuple[int, ...]] = []
     followers: list[Actor] = []

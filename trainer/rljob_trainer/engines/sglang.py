@@ -36,7 +36,7 @@ from rljob_trainer.engines.contract import (
     SamplingParams,
 )
 from rljob_trainer.engines.ledger import WeightLedger, read_parameter_shapes
-from rljob_trainer.engines.sglang_arguments import build_arguments, choose_loopback, plan_environment
+from rljob_trainer.engines.sglang_arguments import GPUMemory, build_arguments, choose_loopback, plan_environment
 from rljob_trainer.engines.sglang_buckets import LOAD_FORMAT, serialize_buckets
 from rljob_trainer.engines.sglang_process import POLL_SECONDS, EngineProcesses
 from rljob_trainer.engines.sglang_weights import compute_engine_checksum
@@ -106,7 +106,10 @@ class SGLangEngine:
         from sglang.srt.server_args import ServerArgs
 
         arguments = build_arguments(
-            settings, list_argument_names(ServerArgs), nccl_port=find_free_port(choose_loopback(settings.host))
+            settings,
+            list_argument_names(ServerArgs),
+            nccl_port=find_free_port(choose_loopback(settings.host)),
+            cards=read_gpu_memory(settings) if settings.device == "cuda" else (),
         )
         self._settings = settings
         self._ledger = WeightLedger(
@@ -405,3 +408,35 @@ def list_argument_names(server_args: Any) -> set[str]:
     return {name for part in server_args.__mro__ for name in getattr(part, "__annotations__", {})} | set(
         getattr(server_args, "__struct_fields__", ())
     )
+
+
+def read_gpu_memory(settings: EngineSettings) -> list[GPUMemory]:
+    """Of the GPUs this replica uses on this node. NVML, since CUDA would take half a gibibyte for a context.
+
+    Raises:
+        ConfigurationError: NVML does not know one of them.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        log.warning("SGLang engine: nvidia-ml-py is not installed, so memoryFraction is of the free memory, not of all")
+        return []
+    visible = settings.visible_devices or tuple(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    count = settings.tensor_parallel_size // settings.num_nodes
+    names = (visible or tuple(str(index) for index in range(count)))[:count]
+    cards: list[GPUMemory] = []
+    pynvml.nvmlInit()
+    try:
+        for name in names:
+            handle = (
+                pynvml.nvmlDeviceGetHandleByIndex(int(name))
+                if name.isdecimal()
+                else pynvml.nvmlDeviceGetHandleByUUID(name)
+            )
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            cards.append(GPUMemory(int(memory.free), int(memory.total)))
+    except pynvml.NVMLError as error:
+        raise ConfigurationError(f"SGLang engine: GPU {name} of {', '.join(names)} cannot be read: {error}") from error
+    finally:
+        pynvml.nvmlShutdown()
+    return cards

@@ -5,7 +5,8 @@ Argument names are those of `ServerArgs` in 0.5.16 and 0.5.23 (they agree in eve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +20,8 @@ DTYPE_ARGUMENTS: Final = {DType.FLOAT32: "float32", DType.BFLOAT16: "bfloat16"}
 DEFAULT_CONCURRENT_SAMPLES: Final = {"cuda": 512, "cpu": 64}
 CPU_MEMORY_FRACTION: Final = 0.1
 """Of host memory; the KV pool is sized by tokens there."""
+MAX_FREE_SHARE: Final = 0.95
+"""SGLang needs some of the free memory for activations and graphs."""
 MAX_CPU_KV_TOKENS: Final = 131_072
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -82,13 +85,46 @@ def plan_environment(
     return EnvironmentChange(assigned, tuple(removed), tuple(warnings))
 
 
-def build_arguments(settings: EngineSettings, known: Collection[str], *, nccl_port: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class GPUMemory:
+    """Of one card, as the driver reports it."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+def convert_memory_fraction(memory_fraction: float, cards: Sequence[GPUMemory]) -> float:
+    """`mem_fraction_static` from `spec.rollout.memoryFraction`.
+
+    SGLang means a share of what is *free* on the fullest card when it starts; the job means a share of the card, of
+    which a co-located trainer holds some already.
+
+    Raises:
+        ConfigurationError: that much is not free; names the largest share that is.
+    """
+    if not cards:
+        return memory_fraction
+    share = max(memory_fraction * card.total_bytes / card.free_bytes for card in cards)
+    if share > MAX_FREE_SHARE:
+        fitting = min(card.free_bytes / card.total_bytes for card in cards) * MAX_FREE_SHARE
+        raise ConfigurationError(
+            f"spec.rollout.memoryFraction: {memory_fraction} of a GPU is not free when the engine starts; the fullest "
+            f"has {min(card.free_bytes for card in cards) / 2**30:.1f} GiB free, so use at most "
+            f"{math.floor(fitting * 100) / 100:.2f}"
+        )
+    return round(share, 4)
+
+
+def build_arguments(
+    settings: EngineSettings, known: Collection[str], *, nccl_port: int, cards: Sequence[GPUMemory] = ()
+) -> dict[str, Any]:
     """Arguments of `Engine(...)`. The user's `engineArgs` win over defaults, and never over what the job decides.
 
     Args:
         settings: of the engine.
         known: names `ServerArgs` has in the installed version.
         nccl_port: free port for the rendezvous of a replica within one node.
+        cards: memory of the replica's GPUs on this node; without them the fraction is taken as SGLang's own.
 
     Raises:
         ConfigurationError: an unknown or owned argument.
@@ -113,7 +149,11 @@ def build_arguments(settings: EngineSettings, known: Collection[str], *, nccl_po
         owned["nccl_port"] = nccl_port
     defaults: dict[str, Any] = {"log_level": "error", "random_seed": 0}
     if settings.device == "cuda":
-        owned |= {"enable_memory_saver": True, "mem_fraction_static": settings.memory_fraction, "base_gpu_id": 0}
+        owned |= {
+            "enable_memory_saver": True,
+            "mem_fraction_static": convert_memory_fraction(settings.memory_fraction, cards),
+            "base_gpu_id": 0,
+        }
         defaults |= {
             "cuda_graph_bs_decode": choose_graph_sizes(samples),
             # Costs a minute at start and gains little where a step has one prefill phase.

@@ -8,7 +8,13 @@ import torch
 
 from rljob_trainer.engines.contract import EngineSettings, GenerateRequest
 from rljob_trainer.engines.sglang import compute_sample_seed
-from rljob_trainer.engines.sglang_arguments import build_arguments, choose_graph_sizes, plan_environment
+from rljob_trainer.engines.sglang_arguments import (
+    GPUMemory,
+    build_arguments,
+    choose_graph_sizes,
+    convert_memory_fraction,
+    plan_environment,
+)
 from rljob_trainer.engines.sglang_weights import unfuse
 from rljob_trainer.errors import ConfigurationError
 
@@ -82,6 +88,18 @@ def test_arguments_on_gpus():
     }
     assert {name: arguments.get(name) for name in expected} == expected
     assert "dist_init_addr" not in arguments
+
+
+GIB = 2**30
+
+
+def test_the_memory_fraction_is_of_the_card_and_sglangs_of_what_is_free():
+    cards = [GPUMemory(free_bytes=140 * GIB, total_bytes=140 * GIB), GPUMemory(70 * GIB, 140 * GIB)]
+    assert convert_memory_fraction(0.4, cards[:1]) == 0.4
+    assert convert_memory_fraction(0.4, cards) == 0.8
+    assert build_arguments(CUDA, KNOWN, nccl_port=7, cards=cards[:1])["mem_fraction_static"] == 0.55
+    with pytest.raises(ConfigurationError, match=r"spec\.rollout\.memoryFraction: 0\.6 .* 70\.0 GiB .* at most 0\.47"):
+        convert_memory_fraction(0.6, cards)
 
 
 def test_graph_arguments_of_the_user_replace_ours():
