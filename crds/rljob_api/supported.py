@@ -68,21 +68,21 @@ _ESTIMATORS: Final[dict[StrEnum, bool]] = {
     AdvantageEstimator.GPG: True,
     AdvantageEstimator.GAE: True,
     AdvantageEstimator.REMAX: True,
-    AdvantageEstimator.GDPO: False,
-    AdvantageEstimator.OPTIMAL_TOKEN_BASELINE: False,
+    AdvantageEstimator.GDPO: True,
+    AdvantageEstimator.OPTIMAL_TOKEN_BASELINE: True,
 }
 _POLICY_LOSSES: Final[dict[StrEnum, bool]] = {
     PolicyLoss.PPO_CLIP: True,
     PolicyLoss.GSPO: True,
     PolicyLoss.CISPO: True,
     PolicyLoss.GPG: True,
-    PolicyLoss.SAPO: False,
-    PolicyLoss.DRO: False,
-    PolicyLoss.DPPO_TV: False,
-    PolicyLoss.DPPO_KL: False,
-    PolicyLoss.GMPO: False,
-    PolicyLoss.CLIP_COV: False,
-    PolicyLoss.KL_COV: False,
+    PolicyLoss.SAPO: True,
+    PolicyLoss.DRO: True,
+    PolicyLoss.DPPO_TV: True,
+    PolicyLoss.DPPO_KL: True,
+    PolicyLoss.GMPO: True,
+    PolicyLoss.CLIP_COV: True,
+    PolicyLoss.KL_COV: True,
 }
 _AGGREGATIONS: Final[dict[StrEnum, bool]] = {
     LossAggregation.TOKEN_MEAN: True,
@@ -96,11 +96,11 @@ _KL_PLACEMENTS: Final[dict[StrEnum, bool]] = {
     KLPlacement.LOSS: True,
     KLPlacement.REWARD: True,
 }
-_KL_CONTROLLERS: Final[dict[StrEnum, bool]] = {KLControllerType.FIXED: True, KLControllerType.ADAPTIVE: False}
+_KL_CONTROLLERS: Final[dict[StrEnum, bool]] = {KLControllerType.FIXED: True, KLControllerType.ADAPTIVE: True}
 _CORRECTIONS: Final[dict[StrEnum, bool]] = {
     RolloutCorrectionLevel.NONE: True,
-    RolloutCorrectionLevel.TOKEN: False,
-    RolloutCorrectionLevel.SEQUENCE: False,
+    RolloutCorrectionLevel.TOKEN: True,
+    RolloutCorrectionLevel.SEQUENCE: True,
 }
 _ENGINES: Final[dict[StrEnum, bool]] = {Engine.NATIVE: True, Engine.SGLANG: False, Engine.VLLM: False}
 _FABRICS: Final[dict[StrEnum, bool]] = {
@@ -120,8 +120,8 @@ _REWARDS: Final[dict[RewardType, bool]] = {
     RewardType.GSM8K: True,
     RewardType.REGEX: True,
     RewardType.PYTHON: True,
-    RewardType.MATH: False,
-    RewardType.HTTP: False,
+    RewardType.MATH: True,
+    RewardType.HTTP: True,
     RewardType.MODEL: False,
 }
 
@@ -174,12 +174,14 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "enabled",
         _uses_dynamic_sampling,
         "set dynamicSampling: {enabled: false} and clip.high: 0.28",
+        built=True,
     ),
     Feature(
         "spec.algorithm.overlongPenalty",
         "set",
         lambda spec: spec.algorithm.overlong_penalty is not None,
         "remove it, or use a Python reward function",
+        built=True,
     ),
     Feature(
         "spec.algorithm.maskTruncated",
@@ -195,7 +197,13 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "use algorithm.type: GRPO without a critic",
         built=True,
     ),
-    Feature("spec.model.lora", "set", lambda spec: spec.model.lora is not None, "remove it: all weights are trained"),
+    Feature(
+        "spec.model.lora",
+        "set",
+        lambda spec: spec.model.lora is not None,
+        "remove it: all weights are trained",
+        built=True,
+    ),
     Feature(
         "spec.model.gradientCheckpointing",
         "Always",
@@ -212,7 +220,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
     ),
     Feature("spec.rollout.overSample", "more than 1", lambda spec: spec.rollout.over_sample > 1, "use 1.0"),
     *(
-        Feature("spec.reward.functions[].type", str(kind), _uses_reward(kind), "use GSM8K, Regex or Python", built)
+        Feature("spec.reward.functions[].type", str(kind), _uses_reward(kind), "use GSM8K, Math or Http", built)
         for kind, built in _REWARDS.items()
     ),
     Feature(
@@ -220,6 +228,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "more than 1",
         lambda spec: spec.training.sequence_parallel_size > 1,
         "use 1",
+        built=True,
     ),
     Feature(
         "spec.training.offload.parameters", "true", lambda spec: spec.training.offload.parameters, "set it to false"
@@ -232,9 +241,15 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "use 0: the trained policy is exported at the end",
         built=True,
     ),
-    Feature("spec.tracking.tensorboard", "true", lambda spec: spec.tracking.tensorboard, "read metrics.jsonl"),
-    Feature("spec.tracking.wandb", "set", lambda spec: spec.tracking.wandb is not None, "read metrics.jsonl"),
-    Feature("spec.tracking.mlflow", "set", lambda spec: spec.tracking.mlflow is not None, "read metrics.jsonl"),
+    Feature(
+        "spec.tracking.tensorboard", "true", lambda spec: spec.tracking.tensorboard, "read metrics.jsonl", built=True
+    ),
+    Feature(
+        "spec.tracking.wandb", "set", lambda spec: spec.tracking.wandb is not None, "read metrics.jsonl", built=True
+    ),
+    Feature(
+        "spec.tracking.mlflow", "set", lambda spec: spec.tracking.mlflow is not None, "read metrics.jsonl", built=True
+    ),
     Feature(
         "spec.cluster.queueName",
         "set",

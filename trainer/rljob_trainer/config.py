@@ -18,6 +18,7 @@ from rljob_trainer.algorithms.policy_losses import PolicyLossOptions
 from rljob_trainer.algorithms.rollout_correction import CorrectionOptions
 from rljob_trainer.distributed.engine_layout import check_engine_layout
 from rljob_trainer.errors import ConfigurationError
+from rljob_trainer.telemetry.trackers.hub import check_libraries
 from rljob_trainer.update import LossSettings
 
 MAX_ERRORS_SHOWN = 5
@@ -70,6 +71,8 @@ def make_paths_absolute(job: ResolvedJob) -> ResolvedJob:
             update={"resume_from_path": resolve(spec.checkpoint.resume_from_path)}
         ),
     }
+    if spec.critic is not None:
+        update["critic"] = spec.critic.model_copy(update={"source": resolve(spec.critic.source)})
     if spec.reference is not None:
         update["reference"] = spec.reference.model_copy(update={"source": resolve(spec.reference.source)})
     run_directory = str(Path(job.paths.run_directory).absolute())
@@ -110,6 +113,7 @@ def check_job(job: ResolvedJob) -> None:
         ConfigurationError: an unsupported or inconsistent field.
     """
     spec, layout, training = job.spec, job.layout, job.spec.training
+    check_libraries(spec.tracking)
     unsupported = find_unsupported(spec)
     if unsupported:
         raise ConfigurationError("; ".join(finding.format() for finding in unsupported))

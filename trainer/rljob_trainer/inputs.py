@@ -18,6 +18,7 @@ from rljob_trainer.data import (
     load_supervised_rows,
 )
 from rljob_trainer.errors import ConfigurationError, DataError
+from rljob_trainer.evaluation import ValidationSet, split_validation_sets
 from rljob_trainer.models.policy import find_stop_token_ids, load_config
 from rljob_trainer.models.sequence_parallel import check_sequence_parallel
 from rljob_trainer.rewards import make_answer_check
@@ -30,8 +31,8 @@ class Inputs:
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     train: PromptDataset
-    validation: list[PromptRow]
-    """At most `evaluation.maxPrompts`."""
+    validation: list[ValidationSet]
+    """At most `evaluation.maxPrompts` of each."""
     demonstrations: list[SupervisedRow]
     sampler: PromptSampler
     total_steps: int
@@ -53,15 +54,20 @@ def load_inputs(job: ResolvedJob, note: Callable[[str], None]) -> Inputs:
             f"spec.model.source: {spec.model.source!r} has no usable tokenizer ({error}); put tokenizer.json and "
             "tokenizer_config.json beside the weights"
         ) from error
-    check = make_answer_check(spec.reward)
-    train = load_prompts(spec.data.train, spec.data, tokenizer, check_answer=check, show=note)
-    validation: list[PromptRow] = []
-    if spec.data.validation:
-        held_out = load_prompts(
-            spec.data.validation, spec.data, tokenizer, field_path="spec.data.validation", check_answer=check, show=note
-        )
-        validation = held_out.rows[: spec.evaluation.max_prompts]
-    for row in (*train.rows, *validation):
+    held_out: list[PromptRow] = []
+    with make_answer_check(spec.reward) as check:
+        train = load_prompts(spec.data.train, spec.data, tokenizer, check_answer=check, show=note)
+        if spec.data.validation:
+            held_out = load_prompts(
+                spec.data.validation,
+                spec.data,
+                tokenizer,
+                field_path="spec.data.validation",
+                check_answer=check,
+                show=note,
+            ).rows
+    validation = split_validation_sets(spec.data.validation, held_out, spec.evaluation.max_prompts)
+    for row in (*train.rows, *held_out):
         if not row.prompt_ids:
             raise DataError(
                 f"prompt {row.uid} has no tokens (text {row.prompt_text!r}); a response needs one to follow"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rljob_api.contract import ResolvedJob, TrainerPhase
-from rljob_api.v1alpha1.algorithm import AdvantageEstimator, KLPlacement
+from rljob_api.v1alpha1.algorithm import AdvantageEstimator, KLControllerType, KLPlacement
 from rljob_trainer.algorithms.kl import update_kl_coefficient
 from rljob_trainer.batching import order_mini_batches
 from rljob_trainer.checkpoint import files
@@ -22,6 +22,7 @@ from rljob_trainer.distributed.ray_connection import connect_ray
 from rljob_trainer.dynamic_sampling import CollectedBatch, collect_batch
 from rljob_trainer.engines.contract import SamplingParams
 from rljob_trainer.errors import NumericalError, StopRequested
+from rljob_trainer.evaluation import evaluate_sets
 from rljob_trainer.experience import compute_explained_variance, summarise
 from rljob_trainer.experience_maker import Experience, ExperienceMaker
 from rljob_trainer.inputs import load_inputs
@@ -95,7 +96,7 @@ class Trainer:
         resume = choose_resume_point(job, self._reporter.note, self._reporter.heartbeat)
         connect_ray(job)
         self._stop.install_signal_handlers()
-        self._rewards = RewardService(spec.reward)
+        self._rewards = RewardService(spec.reward, layout=job.layout)
         self._rewards.dry_run(self._inputs.train.rows)
         self._cluster = start_cluster(
             job, build_loss_settings(job), self._inputs.stop_token_ids, self._stop.raise_if_requested
@@ -109,7 +110,7 @@ class Trainer:
             note=self._reporter.note,
             on_published=self._reporter.report_checkpoint,
         )
-        self._runner = RolloutRunner(self._cluster, self._rewards, spec.reward, self._inputs.tokenizer)
+        self._runner = RolloutRunner(self._cluster, self._rewards, self._inputs.tokenizer)
         return resume
 
     def _train(self, resume: ResumePoint | None) -> None:
@@ -153,6 +154,7 @@ class Trainer:
         critic: CriticReport | None = None
         metrics: list[UpdateMetrics] = []
         with self._reporter.phase(TrainerPhase.TRAIN):
+            self._dispatcher.make_room()
             experience = self._maker.make(
                 batch.samples,
                 kl_coefficient=self._state.kl_coefficient,
@@ -234,6 +236,7 @@ class Trainer:
             schedule=training.schedule,
             warmup_steps=training.warmup_steps,
             total_steps=self._total_steps,
+            min_ratio=training.min_learning_rate_ratio,
         )
 
     def _is_critic_warmup(self, step: int) -> bool:
@@ -327,12 +330,12 @@ class Trainer:
     def _evaluate(self) -> None:
         if not self._inputs.validation:
             return
-        evaluation = self._spec.evaluation
-        plan = self._plan_rollout(
-            self._inputs.validation, evaluation.samples_per_prompt, evaluation.temperature, self._state.step
-        )
+        evaluation, sets = self._spec.evaluation, self._inputs.validation
+        rows = [row for validation in sets for row in validation.rows]
+        plan = self._plan_rollout(rows, evaluation.samples_per_prompt, evaluation.temperature, self._state.step)
         (samples,) = self._roll_out([plan], TrainerPhase.EVALUATE)
-        self._reporter.report_evaluation(self._state.step, summarise(samples), samples)
+        metrics = evaluate_sets(sets, samples, pass_reward=evaluation.pass_reward)
+        self._reporter.report_evaluation(self._state.step, summarise(samples), samples, metrics)
 
     def _restore_or_warm_start(self, resume: ResumePoint | None) -> None:
         if resume is not None:
@@ -343,6 +346,8 @@ class Trainer:
             self._dispatcher.load(resume.checkpoint.path)
             if resume.is_own:
                 self._state = RunState(**files.read_trainer_state(resume.checkpoint))
+                if self._algorithm.kl.controller.type is KLControllerType.FIXED:
+                    self._state.kl_coefficient = self._algorithm.kl.coefficient  # it may have been changed since
                 self._sampler.load_state_dict(self._state.sampler)
                 self._saved_step = self._state.step
             self._state.is_warm_started = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from rljob_api.v1alpha1.algorithm import Algorithm, KLPlacement, RolloutCorrecti
 from rljob_api.v1alpha1.status import CheckpointStatus
 from rljob_trainer.checkpoint.files import Checkpoint
 from rljob_trainer.dynamic_sampling import CollectedBatch
+from rljob_trainer.evaluation import EvaluationMetrics
 from rljob_trainer.experience import ExperienceStatistics, ShapingReport
 from rljob_trainer.rewards import summarise_rewards
 from rljob_trainer.rollout import ScoredSample
@@ -27,6 +28,8 @@ from rljob_trainer.telemetry import (
     TelemetryState,
     write_summary,
 )
+from rljob_trainer.telemetry.console import format_number
+from rljob_trainer.telemetry.trackers.hub import TrackerHub
 
 WARM_START_LINE_EVERY = 20
 
@@ -77,6 +80,7 @@ class RunReporter:
         self._started = time.monotonic()
         self._statistics: StepStatistics | None = None
         self._checkpoint: Checkpoint | None = None
+        self._trackers: TrackerHub | None = None
 
     def phase(self, phase: TrainerPhase) -> AbstractContextManager[None]:
         """Time and heartbeat of a phase."""
@@ -102,6 +106,12 @@ class RunReporter:
         self._checkpoint, self._total_steps = resumed_from, total_steps
         self._metrics = MetricsWriter(self._directory, resumed_from_step=resumed_step)
         self._samples = SampleWriter(self._directory, resumed_from_step=resumed_step)
+        self._trackers = TrackerHub(
+            self._job,
+            is_new_run=resumed_step is None and self._job.attempt == 1,
+            warn=self.note,
+            count_failure=self._state.count_tracker_failure,
+        )
         self._state.start_training(
             total_steps=total_steps,
             step=step,
@@ -168,26 +178,38 @@ class RunReporter:
             row |= _describe_greedy(report.greedy_samples)
         if self._metrics is not None:
             self._metrics.write(row)
+        if self._trackers is not None:
+            self._trackers.log_step(report.step, row)
         every = self._job.spec.tracking.sample_every_steps
         if every and report.step % every == 0:
             self._write_samples(report.step, report.batch.all_samples, "train")
 
-    def report_evaluation(self, step: int, statistics: ExperienceStatistics, samples: list[ScoredSample]) -> None:
-        """One held-out evaluation."""
-        self._state.record_evaluation(statistics.reward_mean)
+    def report_evaluation(
+        self,
+        step: int,
+        statistics: ExperienceStatistics,
+        samples: list[ScoredSample],
+        sets: Mapping[str, EvaluationMetrics],
+    ) -> None:
+        """One held-out evaluation: all samples together, and each validation set by its name."""
+        rows = {name: metrics.as_row() for name, metrics in sets.items()}
+        self._state.record_evaluation(statistics.reward_mean, rows)
+        row = {
+            "step": step,
+            "evaluation_reward_mean": statistics.reward_mean,
+            "evaluation_response_tokens_mean": statistics.response_tokens_mean,
+            "evaluation_truncated_fraction": statistics.truncated_fraction,
+            "num_evaluation_samples": statistics.num_samples,
+            "evaluation": rows,
+        }
         if self._metrics is not None:
-            self._metrics.write(
-                {
-                    "step": step,
-                    "evaluation_reward_mean": statistics.reward_mean,
-                    "evaluation_response_tokens_mean": statistics.response_tokens_mean,
-                    "evaluation_truncated_fraction": statistics.truncated_fraction,
-                    "num_evaluation_samples": statistics.num_samples,
-                }
-            )
+            self._metrics.write(row)
+        if self._trackers is not None:
+            self._trackers.log_evaluation(step, {"reward_mean": statistics.reward_mean, **rows})
         self._write_samples(step, samples, "evaluation")
-        mean = "n/a" if statistics.reward_mean is None else f"{statistics.reward_mean:.3f}"
-        self.note(f"held-out reward after step {step}: {mean} ({statistics.num_samples} samples)")
+        details = "; ".join(f"{name} {_describe_set(metrics)}" for name, metrics in sets.items())
+        mean = format_number(statistics.reward_mean)
+        self.note(f"held-out reward after step {step}: {mean} ({statistics.num_samples} samples; {details})")
 
     def report_checkpoint(self, checkpoint: Checkpoint) -> None:
         """A checkpoint was published."""
@@ -213,6 +235,8 @@ class RunReporter:
         for writer in (self._metrics, self._samples):
             if writer is not None:
                 writer.close()
+        if self._trackers is not None:
+            self._trackers.close(succeeded=state is TrainerState.SUCCEEDED)
         if self._statistics is not None and state is not TrainerState.FAILED:
             export = self._directory / "export" / f"step-{self._statistics.step}"
             self.note(
@@ -239,6 +263,15 @@ class RunReporter:
             for sample in samples
         ]
         self._samples.write_samples(step, records, kind=kind)
+
+
+def _describe_set(metrics: EvaluationMetrics) -> str:
+    """`0.512, pass@8 0.750, maj@8 0.600`."""
+    parts = [format_number(metrics.reward_mean)]
+    for name, values in (("pass", metrics.pass_at), ("maj", metrics.majority_at)):
+        if values and max(values) > 1:
+            parts.append(f"{name}@{max(values)} {format_number(values[max(values)])}")
+    return ", ".join(parts)
 
 
 def _describe(checkpoint: Checkpoint) -> CheckpointStatus:

@@ -10,7 +10,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rljob_api.v1alpha1.data import Reward
 from rljob_trainer.data import PromptRow
 from rljob_trainer.distributed.cluster import CONTROL_GROUP, Cluster
 from rljob_trainer.distributed.waiting import get_value, iterate_streams
@@ -19,7 +18,6 @@ from rljob_trainer.errors import EngineDied, StopRequested
 from rljob_trainer.rewards import RewardService, ScoreRequest, ScoreResult
 
 FETCH_SECONDS: Final = 60.0
-REWARD_SLACK_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,10 @@ class RolloutPlan:
 class RolloutRunner:
     """Spreads prompts over the engines and streams finished groups to the reward workers."""
 
-    def __init__(self, cluster: Cluster, rewards: RewardService, reward: Reward, tokenizer: Any) -> None:
+    def __init__(self, cluster: Cluster, rewards: RewardService, tokenizer: Any) -> None:
         self._cluster = cluster
         self._rewards = rewards
         self._tokenizer = tokenizer
-        self._reward = reward
         self._num_submitted = 0
         self._results: dict[str, ScoreResult] = {}
         """Collected, but not yet asked for: of another plan that was generated at the same time."""
@@ -139,8 +136,7 @@ class RolloutRunner:
         return samples
 
     def _wait_for_rewards(self, poll: Callable[[], None]) -> None:
-        seconds_per_sample = sum(function.timeout_seconds for function in self._reward.functions)
-        deadline = REWARD_SLACK_SECONDS + seconds_per_sample * -(-self._num_submitted // self._reward.num_workers)
+        deadline = self._rewards.compute_deadline_seconds(self._num_submitted)
         self._num_submitted = 0
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="collect-rewards") as executor:
             collecting = executor.submit(self._rewards.collect, deadline)
@@ -158,7 +154,9 @@ class RolloutRunner:
         for index, text in enumerate(self._decode(group)):
             self._num_submitted += 1
             self._rewards.submit(
-                ScoreRequest(_sample_id(plan, row.uid, index), row.prompt_text, text, row.answer, row.fields)
+                ScoreRequest(
+                    _sample_id(plan, row.uid, index), row.prompt_text, text, row.answer, row.fields, row.messages
+                )
             )
 
     def _decode(self, group: GeneratedGroup) -> list[str]:

@@ -245,7 +245,21 @@ RULES_OF_MODEL: Final[dict[str, list[CELRule]]] = {
         CELRule(
             "!has(self.function) || self.type == 'Python'", "only type Python reads function; remove it", ".function"
         ),
-        CELRule("!self.flexible || self.type == 'GSM8K'", "only type GSM8K reads flexible; remove it", ".flexible"),
+        CELRule(
+            "!self.flexible || self.type in ['GSM8K', 'Math']",
+            "only types GSM8K and Math read flexible; remove it",
+            ".flexible",
+        ),
+        CELRule(
+            "!has(self.authorizationEnv) || self.type == 'Http'",
+            "only type Http reads authorizationEnv; remove it",
+            ".authorizationEnv",
+        ),
+        CELRule(
+            "!has(self.memory) || self.type in ['Math', 'Regex', 'Python']",
+            "only types Math, Regex and Python read memory; remove it",
+            ".memory",
+        ),
     ],
     "CheckpointStorage": [
         CELRule(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rljob_api.v1alpha1.base import ApiModel, NonNegativeInt32, Path, PositiveInt32, Seconds, StrEnum
+from rljob_api.v1alpha1.base import ApiModel, NonNegativeInt32, Path, PositiveInt32, Quantity, Seconds, StrEnum
 
 FieldName = Annotated[str, Field(min_length=1, max_length=128)]
 
@@ -26,7 +26,8 @@ class Data(ApiModel):
     train: Annotated[list[Path], Field(min_length=1, max_length=256, examples=[["/data/train.jsonl"]])]
     """Files or directories of training prompts, as seen in the pods."""
     validation: Annotated[list[Path], Field(max_length=256)] = []
-    """Files or directories of held-out prompts."""
+    """Held-out prompts. Each file or directory is a validation set of its own, named after it
+    (`/data/aime24.parquet` is aime24)."""
     prompt_field: FieldName = "prompt"
     """Column with the prompt: text, or a list of {role, content}."""
     answer_field: FieldName = "answer"
@@ -67,7 +68,11 @@ class RewardFunction(ApiModel):
     weight: Annotated[float, Field(ge=-1000, le=1000)] = 1.0
     """Factor of this function in the sum."""
     timeout_seconds: Seconds = 10
-    """Hard limit per sample; the scoring process is killed after it."""
+    """Hard limit per sample; the scoring process is killed after it. Http: limit of one request with its
+    repetitions."""
+    memory: Quantity | None = None
+    """Math, Regex, Python: private memory the scoring process may use; it is killed above. Default 1Gi for Math, else
+    no limit."""
     path: Path | None = None
     """Python: file with the function, as seen in the pods. Model: directory or id."""
     function: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -75,9 +80,20 @@ class RewardFunction(ApiModel):
     pattern: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """Regex: the first group (or the whole match) of the last match is compared with the answer."""
     url: Annotated[str, Field(min_length=1, max_length=2048)] | None = None
-    """Http: endpoint that takes {prompt, response, answer} and returns {score}."""
+    """Http: endpoint; `POST {prompt, response, answer, fields}` returns {score}, a number or null."""
+    batch_samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Http: samples of one request; above 1 it is `POST {samples: [...]}` and returns {scores: [...]}."""
+    max_concurrent_requests: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Http: requests at once."""
+    authorization_env: (
+        Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", examples=["REWARD_AUTHORIZATION"])]
+        | None
+    ) = None
+    """Http: environment variable with the value of the Authorization header (`Bearer ...`), from `cluster.env` with a
+    secretKeyRef or from `cluster.envFrom`."""
     flexible: bool = False
-    """GSM8K: accept the last number of the response when there is no `####` line."""
+    """GSM8K: accept the last number of the response when there is no `####` line. Math: accept what follows "answer
+    is", or the last expression, when there is no \\boxed answer."""
 
 
 class OnRewardError(StrEnum):
@@ -111,13 +127,15 @@ class Evaluation(ApiModel):
     """Samples per held-out prompt."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     """0 is greedy."""
+    pass_reward: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+    """A sample passes (pass@k) when its reward is at least this."""
 
 
 class WandB(ApiModel):
     """Weights & Biases run."""
 
     project: Annotated[str, Field(min_length=1, max_length=128, examples=["rl"])]
-    """Project name; the API key comes from the environment (`cluster.envFrom`)."""
+    """Project name; WANDB_API_KEY (and WANDB_BASE_URL) come from the environment (`cluster.env`, `cluster.envFrom`)."""
     entity: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Team or user."""
 
@@ -126,7 +144,8 @@ class MLflow(ApiModel):
     """MLflow run."""
 
     tracking_uri: Annotated[str, Field(min_length=1, max_length=2048, examples=["http://mlflow.mlops.svc:5000"])]
-    """Address of the tracking server."""
+    """Address of the tracking server; credentials (MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and _PASSWORD)
+    come from the environment (`cluster.env`, `cluster.envFrom`)."""
     experiment: Annotated[str, Field(min_length=1, max_length=256)] = "rljob"
     """Experiment name."""
 

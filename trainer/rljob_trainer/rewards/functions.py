@@ -16,14 +16,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rljob_trainer.rewards.gsm8k import score_gsm8k
+from rljob_trainer.rewards.gsm8k import judge_gsm8k
 from rljob_trainer.rewards.outcome import BadReturnError, FailureKind, Score, ScoreFailure, ScoreRequest, read_score
 from rljob_trainer.rewards.python_function import LoadFunctionError, call_function, load_function
-from rljob_trainer.rewards.regex import score_regex
+from rljob_trainer.rewards.regex import judge_regex
 
 GSM8K: Final = "GSM8K"
 REGEX: Final = "Regex"
 PYTHON: Final = "Python"
+MATH: Final = "Math"
+HTTP: Final = "Http"
+MODEL: Final = "Model"
+GOLD: Final = "Gold"
+"""Not a reward: whether the Math reward can parse a gold answer."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -36,18 +41,31 @@ class FunctionPlan:
     field_path: str
     """For example `spec.reward.functions[0]`."""
     type: str
-    """GSM8K, Regex or Python."""
+    """GSM8K, Math, Regex, Python, Http or Model."""
     weight: float
     """Factor in the sum."""
     timeout_seconds: float
-    """Hard limit per sample."""
+    """Hard limit per sample (Http: per request, repetitions included)."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Type-specific: flexible; pattern; path and function."""
+    """Type-specific: flexible; pattern; path and function; the request of Http."""
+    memory_bytes: int | None = None
+    """Private memory the scoring process may use; None: no limit."""
 
     @property
     def needs_process(self) -> bool:
-        """GSM8K runs in linear time on any text; Regex and Python may run for ever."""
-        return self.type != GSM8K
+        """GSM8K runs in linear time on any text; Math, Regex and Python may run for ever."""
+        return self.type in (MATH, REGEX, PYTHON, GOLD)
+
+    @property
+    def runs_in_worker(self) -> bool:
+        """Http waits for a server and Model for a GPU, neither for a scoring worker."""
+        return self.type == GSM8K or self.needs_process
+
+
+def start_scoring_process(parent_pid: int, pid_of_process: Any) -> None:
+    """Tells the worker (through a shared integer) whom to watch and kill, and dies with it."""
+    pid_of_process.value = os.getpid()
+    die_with_parent(parent_pid)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -69,9 +87,23 @@ def run_function(plan: FunctionPlan, request: ScoreRequest) -> Score:
     """The score of one sample; raises whatever the function raises."""
     options = plan.options
     if plan.type == GSM8K:
-        return Score(score_gsm8k(request.response, request.answer, flexible=options["flexible"]))
+        value, prediction = judge_gsm8k(request.response, request.answer, flexible=options["flexible"])
+        return Score(value, prediction=prediction)
+    if plan.type == MATH:
+        from rljob_trainer.rewards.math_answers import score_math
+
+        value, prediction = score_math(request.response, request.answer, flexible=options["flexible"])
+        return Score(value, prediction=prediction)
+    if plan.type == GOLD:
+        from rljob_trainer.rewards.math_answers import describe_gold_problem
+
+        problem = describe_gold_problem(request.answer)
+        if problem is not None:
+            raise BadReturnError(problem)
+        return Score(1.0)
     if plan.type == REGEX:
-        return Score(score_regex(request.response, request.answer, options["pattern"]))
+        value, prediction = judge_regex(request.response, request.answer, options["pattern"])
+        return Score(value, prediction=prediction)
     if plan.type == PYTHON:
         function = _load_cached(options["path"], options["function"])
         return read_score(call_function(function, request.prompt, request.response, request.answer, request.fields))
@@ -89,6 +121,8 @@ def run_in_process(plan: FunctionPlan, request: ScoreRequest) -> Score | ScoreFa
 def describe_exception(function: str, error: BaseException) -> ScoreFailure:
     """An exception of a user's function as plain data."""
     kind = FailureKind.BAD_RETURN if isinstance(error, BadReturnError) else FailureKind.EXCEPTION
+    if isinstance(error, MemoryError):
+        kind = FailureKind.MEMORY
     message = (
         str(error) if isinstance(error, BadReturnError | LoadFunctionError) else f"{type(error).__name__}: {error}"
     )

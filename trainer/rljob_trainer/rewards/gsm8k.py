@@ -46,7 +46,12 @@ def extract_gold(answer: Any) -> Fraction | None:
 
 
 def score_gsm8k(response: str, answer: Any, *, flexible: bool) -> float:
-    """1.0 if the response's answer equals the gold answer as a number, else 0.0.
+    """1.0 if the response's answer equals the gold answer as a number, else 0.0."""
+    return judge_gsm8k(response, answer, flexible=flexible)[0]
+
+
+def judge_gsm8k(response: str, answer: Any, *, flexible: bool) -> tuple[float, str | None]:
+    """(`score_gsm8k`, the number that was found or None).
 
     Raises:
         ValueError: the gold answer holds no number; such rows are data errors and never reach training.
@@ -54,4 +59,5 @@ def score_gsm8k(response: str, answer: Any, *, flexible: bool) -> float:
     gold = extract_gold(answer)
     if gold is None:
         raise ValueError(f"the gold answer {answer!r:.200} holds no number")
-    return float(extract_answer(response, flexible=flexible) == gold)
+    found = extract_answer(response, flexible=flexible)
+    return float(found == gold), None if found is None else str(found)

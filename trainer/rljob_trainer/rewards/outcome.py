@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
@@ -26,6 +26,8 @@ class Score:
     """Other numbers of a returned mapping."""
     is_nan: bool = False
     """The value was NaN or infinite, which is left out too but counted on its own."""
+    prediction: str | None = None
+    """The answer found in the response, in a normal form: samples with the same one vote together (maj@k)."""
 
 
 class FailureKind(StrEnum):
@@ -34,7 +36,9 @@ class FailureKind(StrEnum):
     EXCEPTION = "Exception"
     TIMEOUT = "Timeout"
     BAD_RETURN = "BadReturn"
+    MEMORY = "Memory"
     PROCESS_DIED = "ProcessDied"
+    HTTP = "Http"
     WORKER_LOST = "WorkerLost"
     DEADLINE = "Deadline"
 
@@ -67,6 +71,8 @@ class ScoreRequest:
     """Gold answer of the row."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """The conversation behind `prompt` ({role, content}); empty for plain text."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class ScoreResult:
 
     sample_id: str
     """Of the request."""
-    reward: float | None
+    reward: float | None = 0.0
     """Weighted sum over the functions; None: leave the sample out of loss and baseline."""
     scores: Mapping[str, float | None] = field(default_factory=dict)
     """Function name -> unweighted score."""
@@ -85,13 +91,36 @@ class ScoreResult:
     """Set when a function failed (not when it declined)."""
     is_nan: bool = False
     """A function returned NaN or an infinity."""
+    prediction: str | None = None
+    """Of the first function that found an answer in the response."""
+
+
+def add_outcome(result: ScoreResult, function: str, weight: float, outcome: Score | ScoreFailure) -> ScoreResult:
+    """`result` with what one more function said: weighted sum, or the failure.
+
+    A failed sample has no reward: a silent 0 keeps a run at reward 0.0 for days. The first failure stays.
+    """
+    if result.failure is not None:
+        return result
+    if isinstance(outcome, ScoreFailure):
+        return replace(result, reward=None, failure=outcome)
+    reward = None if result.reward is None or outcome.value is None else result.reward + weight * outcome.value
+    return replace(
+        result,
+        reward=reward,
+        scores={**result.scores, function: outcome.value},
+        metrics={**result.metrics, **{f"{function}/{key}": value for key, value in outcome.metrics.items()}},
+        is_nan=result.is_nan or outcome.is_nan,
+        prediction=outcome.prediction if result.prediction is None else result.prediction,
+    )
 
 
 def read_score(returned: Any) -> Score:
     """Turns a reward function's return value into a score.
 
     Accepted: booleans, Python and numpy numbers, one-element arrays and tensors, Decimal, Fraction, a mapping with the
-    key `score` (its other numeric entries become metrics), None (no opinion). NaN and infinities count as no opinion.
+    key `score` (its other numeric entries become metrics, a text under `prediction` is the answer that votes), None (no
+    opinion). NaN and infinities count as no opinion.
 
     Raises:
         BadReturnError: a string, a list, a complex number, a mapping without `score`, ...
@@ -100,7 +129,8 @@ def read_score(returned: Any) -> Score:
         if "score" not in returned:
             raise BadReturnError(f"returned a mapping without 'score' (keys {sorted(map(str, returned))})")
         value, is_nan = _read_number(returned["score"])
-        return Score(value, _read_metrics(returned), is_nan)
+        prediction = returned.get("prediction")
+        return Score(value, _read_metrics(returned), is_nan, prediction if isinstance(prediction, str) else None)
     value, is_nan = _read_number(returned)
     return Score(value, {}, is_nan)
 

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from rljob_api.contract import Layout
 from rljob_api.v1alpha1.data import OnRewardError, Reward
 from rljob_trainer.data.rows import PromptRow
 from rljob_trainer.errors import RewardError
-from rljob_trainer.rewards.functions import FunctionPlan
-from rljob_trainer.rewards.outcome import FailureKind, ScoreFailure, ScoreRequest, ScoreResult
+from rljob_trainer.rewards.functions import HTTP, MODEL, FunctionPlan
+from rljob_trainer.rewards.outcome import (
+    FailureKind,
+    Score,
+    ScoreFailure,
+    ScoreRequest,
+    ScoreResult,
+    add_outcome,
+)
 from rljob_trainer.rewards.plans import plan_functions
-from rljob_trainer.rewards.scorer import Scorer
+from rljob_trainer.rewards.scorer import Outcomes, Scorer
+
+if TYPE_CHECKING:
+    from rljob_trainer.rewards.http_function import HttpScorer
+    from rljob_trainer.rewards.model_workers import ModelWorkers
 
 MAX_FAILED_SHARE: Final = 0.5
 """Under DropSample, more failures than this in one batch mean that the function is broken, not single samples."""
 _WORKER_START_SECONDS: Final = 300
 DRY_RUN_ROWS: Final = 4
+SLACK_SECONDS: Final = 60.0
+"""Added to every deadline: queues and a loaded machine."""
 
 
 class Backend(StrEnum):
@@ -31,9 +47,23 @@ class Backend(StrEnum):
 
 
 class _Workers(Protocol):
-    def submit(self, worker: int, request: ScoreRequest) -> concurrent.futures.Future[ScoreResult]: ...
+    def submit(self, worker: int, request: ScoreRequest) -> concurrent.futures.Future[Outcomes]: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A sample that is being scored."""
+
+    in_worker: concurrent.futures.Future[Outcomes] | None
+    """None: no function needs a worker."""
+    by_server: dict[str, concurrent.futures.Future[Score | ScoreFailure]]
+    """Name of the Http or Model function -> its answer."""
+
+    @property
+    def futures(self) -> list[concurrent.futures.Future[Any]]:
+        return [*([] if self.in_worker is None else [self.in_worker]), *self.by_server.values()]
 
 
 class RewardService:
@@ -43,7 +73,7 @@ class RewardService:
     gets lost silently: at the deadline it becomes a failure that names it.
     """
 
-    def __init__(self, reward: Reward, *, backend: Backend = Backend.RAY) -> None:
+    def __init__(self, reward: Reward, *, backend: Backend = Backend.RAY, layout: Layout | None = None) -> None:
         """Starts `reward.num_workers` workers: Ray actors without CPU shares, which work beside ranks and engines that
         hold all CPUs, or threads of this process.
 
@@ -53,13 +83,25 @@ class RewardService:
         self._reward = reward
         self.plans: list[FunctionPlan] = plan_functions(reward.functions)
         self._lock = threading.Lock()
-        self._pending: dict[str, concurrent.futures.Future[ScoreResult]] = {}
+        self._pending: dict[str, _Pending] = {}
         self._turns = itertools.cycle(range(reward.num_workers))
-        self._workers: _Workers = (
-            _RayWorkers(self.plans, reward.num_workers)
-            if backend is Backend.RAY
-            else _LocalWorkers(self.plans, reward.num_workers)
-        )
+        self._workers: _Workers | None = None
+        if any(plan.runs_in_worker for plan in self.plans):
+            start = _RayWorkers if backend is Backend.RAY else _LocalWorkers
+            self._workers = start(self.plans, reward.num_workers)
+        self._http_plans = [plan for plan in self.plans if plan.type == HTTP]
+        self._http: HttpScorer | None = None
+        if self._http_plans:
+            from rljob_trainer.rewards.http_function import HttpScorer
+
+            self._http = HttpScorer(self._http_plans, dict(os.environ))
+        model_plans = [plan for plan in self.plans if plan.type == MODEL]
+        self._models: list[ModelWorkers] = []
+        if model_plans:
+            from rljob_trainer.rewards.model_workers import start_model_workers
+
+            model_layout = layout if backend is Backend.RAY else None
+            self._models = [start_model_workers(plan, model_layout) for plan in model_plans]
 
     def submit(self, request: ScoreRequest) -> None:
         """Hand over one sample; returns at once.
@@ -70,7 +112,24 @@ class RewardService:
         with self._lock:
             if request.sample_id in self._pending:
                 raise ValueError(f"sample {request.sample_id} was submitted twice")
-            self._pending[request.sample_id] = self._workers.submit(next(self._turns), request)
+            by_server = {} if self._http is None else {p.name: self._http.submit(p, request) for p in self._http_plans}
+            by_model = {workers.plan.name: workers.submit(request) for workers in self._models}
+            self._pending[request.sample_id] = _Pending(
+                None if self._workers is None else self._workers.submit(next(self._turns), request),
+                {**by_server, **by_model},
+            )
+
+    def compute_deadline_seconds(self, num_samples: int) -> float:
+        """How long so many samples may take if each uses its whole time: workers one after another, servers as many
+        as `maxConcurrentRequests`."""
+        in_worker = sum(plan.timeout_seconds for plan in self.plans if plan.runs_in_worker)
+        seconds = in_worker * -(-num_samples // self._reward.num_workers)
+        for plan in self._http_plans:
+            at_once = plan.options["batch_samples"] * plan.options["max_concurrent_requests"]
+            seconds = max(seconds, plan.timeout_seconds * -(-num_samples // at_once))
+        for workers in self._models:
+            seconds = max(seconds, workers.plan.timeout_seconds * -(-num_samples // workers.num_hosts))
+        return SLACK_SECONDS + seconds
 
     def collect(self, deadline_seconds: float) -> list[ScoreResult]:
         """Results of everything submitted since the last call, in order of submission.
@@ -85,12 +144,15 @@ class RewardService:
             pending, self._pending = self._pending, {}
         fail_fast = self._reward.on_error is OnRewardError.FAIL_JOB
         try:
-            for future in concurrent.futures.as_completed(pending.values(), timeout=deadline_seconds):
+            futures = [future for entry in pending.values() for future in entry.futures]
+            for future in concurrent.futures.as_completed(futures, timeout=deadline_seconds):
                 if fail_fast and _has_failed(future):
                     break  # the rest of the batch no longer matters
         except concurrent.futures.TimeoutError:
             pass  # what is missing becomes a failure below
-        results = [self._read(sample_id, future, deadline_seconds) for sample_id, future in pending.items()]
+        results = [self._read(sample_id, entry, deadline_seconds) for sample_id, entry in pending.items()]
+        for workers in self._models:
+            workers.release()
         if fail_fast:
             # A sample that was not waited for is not the cause.
             failed = [result for result in results if result.failure is not None]
@@ -106,8 +168,10 @@ class RewardService:
         Raises:
             RewardError: a function failed on one of them, whatever `onError` says.
         """
+        for workers in self._models:
+            workers.wait_until_loaded()
         requests = [
-            ScoreRequest(f"dry run {row.uid} {label}", row.prompt_text, response, row.answer, row.fields)
+            ScoreRequest(f"dry run {row.uid} {label}", row.prompt_text, response, row.answer, row.fields, row.messages)
             for row in rows[:num_rows]
             for label, response in (("(gold answer as response)", str(row.answer)), ("(empty response)", ""))
         ]
@@ -115,9 +179,9 @@ class RewardService:
             self.submit(request)
         with self._lock:
             pending, self._pending = self._pending, {}
-        limit = _WORKER_START_SECONDS + len(requests) * sum(plan.timeout_seconds for plan in self.plans)
-        concurrent.futures.wait(pending.values(), limit)
-        results = [self._read(sample_id, future, limit) for sample_id, future in pending.items()]
+        limit = _WORKER_START_SECONDS + self.compute_deadline_seconds(len(requests))
+        concurrent.futures.wait([future for entry in pending.values() for future in entry.futures], limit)
+        results = [self._read(sample_id, entry, limit) for sample_id, entry in pending.items()]
         failed = [result for result in results if result.failure is not None]
         if failed:
             raise RewardError(self._describe_failures(failed[:1], len(failed), len(results)))
@@ -125,20 +189,41 @@ class RewardService:
 
     def close(self) -> None:
         """Ends the workers."""
-        self._workers.close()
+        if self._workers is not None:
+            self._workers.close()
+        if self._http is not None:
+            self._http.close()
+        for workers in self._models:
+            workers.close()
 
-    def _read(
-        self, sample_id: str, future: concurrent.futures.Future[ScoreResult], deadline_seconds: float
-    ) -> ScoreResult:
-        if not future.done():
-            future.cancel()
-            message = f"was not scored within {deadline_seconds:g} s"
-            return ScoreResult(sample_id, None, failure=ScoreFailure(FailureKind.DEADLINE, "", message))
-        error = future.exception()
-        if error is not None:
-            message = f"its scoring worker was lost: {type(error).__name__}: {str(error).strip().splitlines()[-1:]}"
-            return ScoreResult(sample_id, None, failure=ScoreFailure(FailureKind.WORKER_LOST, "", message))
-        return future.result()
+    def _read(self, sample_id: str, pending: _Pending, deadline_seconds: float) -> ScoreResult:
+        """The weighted sum of what is there, or the failure; functions in the order of the spec."""
+        late = FailureKind.DEADLINE, f"was not scored within {deadline_seconds:g} s"
+        result = ScoreResult(sample_id)
+        outcomes: Outcomes = {}
+        if pending.in_worker is not None:
+            if not pending.in_worker.done():
+                pending.in_worker.cancel()
+                return add_outcome(result, "", 0.0, ScoreFailure(late[0], "", late[1]))
+            error = pending.in_worker.exception()
+            if error is not None:
+                message = f"its scoring worker was lost: {type(error).__name__}: {str(error).strip().splitlines()[-1:]}"
+                return add_outcome(result, "", 0.0, ScoreFailure(FailureKind.WORKER_LOST, "", message))
+            outcomes = pending.in_worker.result()
+        for plan in self.plans:
+            if plan.name in pending.by_server:
+                answer = pending.by_server[plan.name]
+                if answer.cancelled() or not answer.done():
+                    answer.cancel()
+                    outcome: Score | ScoreFailure = ScoreFailure(late[0], plan.name, late[1])
+                else:
+                    outcome = answer.result()
+            elif plan.name in outcomes:
+                outcome = outcomes[plan.name]
+            else:
+                continue  # not asked, since a function before it failed
+            result = add_outcome(result, plan.name, plan.weight, outcome)
+        return result
 
     def _check_share(self, results: list[ScoreResult]) -> None:
         failed = [result for result in results if result.failure is not None]
@@ -160,8 +245,13 @@ class RewardService:
         return f"{place}: sample {result.sample_id}: {failure.message}{more}{trace}"
 
 
-def _has_failed(future: concurrent.futures.Future[ScoreResult]) -> bool:
-    return future.exception() is not None or future.result().failure is not None
+def _has_failed(future: concurrent.futures.Future[Any]) -> bool:
+    if future.cancelled() or future.exception() is not None:
+        return True
+    outcome = future.result()
+    return any(
+        isinstance(entry, ScoreFailure) for entry in (outcome.values() if isinstance(outcome, dict) else [outcome])
+    )
 
 
 class _LocalWorkers:
@@ -174,7 +264,7 @@ class _LocalWorkers:
             for number in range(num_workers)
         ]
 
-    def submit(self, worker: int, request: ScoreRequest) -> concurrent.futures.Future[ScoreResult]:
+    def submit(self, worker: int, request: ScoreRequest) -> concurrent.futures.Future[Outcomes]:
         return self._threads[worker].submit(self._scorers[worker].score, request)
 
     def close(self) -> None:
@@ -195,8 +285,8 @@ class _RayWorkers:
         self._ray = ray
         self._actors = [actor.options(name=None).remote(plans) for _ in range(num_workers)]
 
-    def submit(self, worker: int, request: ScoreRequest) -> concurrent.futures.Future[ScoreResult]:
-        future: concurrent.futures.Future[ScoreResult] = self._actors[worker].score.remote(request).future()
+    def submit(self, worker: int, request: ScoreRequest) -> concurrent.futures.Future[Outcomes]:
+        future: concurrent.futures.Future[Outcomes] = self._actors[worker].score.remote(request).future()
         return future
 
     def close(self) -> None:

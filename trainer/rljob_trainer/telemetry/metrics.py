@@ -1,13 +1,14 @@
 """Prometheus metrics of the driver: one table, one registry, read from a snapshot at every scrape.
 
-Labels are bounded: name and namespace of the job, and the phase for phase times. No rank, pod, step or prompt is ever a
+Labels are bounded: name and namespace of the job; the phase for phase times; reward functions, validation sets and
+trackers of the specification. No rank, pod, step or prompt is ever a
 label.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -22,7 +23,7 @@ PREFIX: Final = "rljob_"
 # Not `job`: Prometheus gives every target a label of that name. The operator's per-job series use the same two.
 LABELS: Final = ("name", "namespace")
 
-Value = float | dict[str, float] | None
+Value = float | Mapping[str, float] | None
 """None: not there yet (the series is absent); a mapping: one series per phase."""
 
 
@@ -56,6 +57,28 @@ def _of_last(read: Callable[[StepStatistics], float | None]) -> Callable[[Snapsh
     return get
 
 
+def _read_function_means(snapshot: Snapshot) -> Value:
+    """Only the functions: the further numbers a function returns (`<function>/<key>`) are not bounded."""
+    if snapshot.last is None:
+        return None
+    return {name: mean for name, mean in snapshot.last.reward_function_means.items() if "/" not in name}
+
+
+def _of_sets(key: str) -> Callable[[Snapshot], Value]:
+    """Of each validation set; a key that ends with `_` is completed by the largest number there is (pass_at_8)."""
+
+    def get(snapshot: Snapshot) -> Value:
+        values: dict[str, float] = {}
+        for name, statistics in snapshot.evaluation_sets.items():
+            numbers = [int(found[len(key) :]) for found in statistics if key.endswith("_") and found.startswith(key)]
+            full_key = f"{key}{max(numbers)}" if numbers else key
+            if full_key in statistics:
+                values[name] = statistics[full_key]
+        return values or None
+
+    return get
+
+
 def _read_checkpoint_time(snapshot: Snapshot) -> Value:
     checkpoint = snapshot.progress.checkpoint
     return None if checkpoint is None else parse_time(checkpoint.time)
@@ -85,6 +108,38 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "reward",
         "Mean reward of the last held-out evaluation.",
         lambda s: s.progress.progress.evaluation_reward_mean,
+    ),
+    MetricSpec(
+        "reward_function_mean",
+        "gauge",
+        "reward",
+        "Mean unweighted score of each reward function in the last step.",
+        _read_function_means,
+        label="function",
+    ),
+    MetricSpec(
+        "evaluation_set_reward_mean",
+        "gauge",
+        "reward",
+        "Mean reward of the last held-out evaluation, by validation set.",
+        _of_sets("reward_mean"),
+        label="set",
+    ),
+    MetricSpec(
+        "evaluation_pass",
+        "gauge",
+        "ratio",
+        "Probability that one of evaluation.samplesPerPrompt samples passes (pass@k), by validation set.",
+        _of_sets("pass_at_"),
+        label="set",
+    ),
+    MetricSpec(
+        "evaluation_majority",
+        "gauge",
+        "reward",
+        "Reward of the answer that most of evaluation.samplesPerPrompt samples give (maj@k), by validation set.",
+        _of_sets("majority_at_"),
+        label="set",
     ),
     MetricSpec(
         "kl_mean",
@@ -206,6 +261,14 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Samples whose reward function was killed on its time limit.",
         lambda s: s.num_reward_timeouts_total,
     ),
+    MetricSpec(
+        "tracker_failures_total",
+        "counter",
+        "calls",
+        "Calls that an experiment tracker refused or did not answer; training goes on.",
+        lambda s: s.num_tracker_failures_total or None,
+        label="tracker",
+    ),
 )
 """Every metric of the trainer; the reference page is generated from it."""
 
@@ -230,11 +293,11 @@ class TrainerCollector(Collector):
         """Names without values, so that registering takes no snapshot."""
         return [self._build(spec, {}) for spec in METRICS]
 
-    def _build(self, spec: MetricSpec, value: float | dict[str, float]) -> Metric:
+    def _build(self, spec: MetricSpec, value: float | Mapping[str, float]) -> Metric:
         family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
         labels = [*LABELS, spec.label] if spec.label else list(LABELS)
         metric = family(PREFIX + spec.name, spec.help, labels=labels)
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             for name, part in value.items():
                 metric.add_metric([*self._labels, name], part)
         else:

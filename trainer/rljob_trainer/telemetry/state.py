@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
@@ -43,6 +44,10 @@ class Snapshot:
     """Counter of this attempt."""
     num_reward_timeouts_total: int
     """Counter of this attempt."""
+    num_tracker_failures_total: dict[str, int]
+    """Tracker -> counter of this attempt."""
+    evaluation_sets: dict[str, dict[str, float]]
+    """Validation set -> statistics of its last evaluation."""
     heartbeat_seconds: float
     """Unix time of the last heartbeat."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
@@ -77,6 +82,8 @@ class TelemetryState:
         self._num_dropped_samples_total = 0
         self._num_nan_rewards_total = 0
         self._num_reward_timeouts_total = 0
+        self._num_tracker_failures_total: dict[str, int] = {}
+        self._evaluation_sets: dict[str, dict[str, float]] = {}
 
     def heartbeat(self) -> None:
         """A sign of progress inside the phase: finished samples, a micro-batch, a written shard."""
@@ -141,11 +148,22 @@ class TelemetryState:
             self._step_end_seconds.append(now)
             self._heartbeat_seconds = now
 
-    def record_evaluation(self, reward_mean: float | None) -> None:
-        """Mean reward of a held-out evaluation."""
+    def record_evaluation(
+        self, reward_mean: float | None, sets: Mapping[str, Mapping[str, float | None]] | None = None
+    ) -> None:
+        """Mean reward of a held-out evaluation, and statistics by validation set."""
         with self._lock:
             self._evaluation_reward_mean = reward_mean
+            self._evaluation_sets = {
+                name: {key: math.nan if value is None else value for key, value in statistics.items()}
+                for name, statistics in (sets or {}).items()
+            }
             self._heartbeat_seconds = self._clock()
+
+    def count_tracker_failure(self, tracker: str) -> None:
+        """A tracker did not take what it was given."""
+        with self._lock:
+            self._num_tracker_failures_total[tracker] = self._num_tracker_failures_total.get(tracker, 0) + 1
 
     def record_checkpoint(self, checkpoint: CheckpointStatus) -> None:
         """A checkpoint was published."""
@@ -196,6 +214,8 @@ class TelemetryState:
                 num_dropped_samples_total=self._num_dropped_samples_total,
                 num_nan_rewards_total=self._num_nan_rewards_total,
                 num_reward_timeouts_total=self._num_reward_timeouts_total,
+                num_tracker_failures_total=dict(self._num_tracker_failures_total),
+                evaluation_sets=dict(self._evaluation_sets),
                 heartbeat_seconds=self._heartbeat_seconds,
                 phase_seconds={phase.value: seconds for phase, seconds in self._last_phase_seconds.items()},
             )

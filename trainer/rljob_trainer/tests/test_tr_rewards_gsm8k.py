@@ -149,9 +149,8 @@ def test_real_test_set_from_file_to_reward(capsys):
     reward = Reward.model_validate({"functions": [{"type": "GSM8K"}]})
     data = Data(train=[str(TEST_SET)], prompt_field="question", max_prompt_tokens=4096)
     start = time.perf_counter()
-    rows = load_prompts(
-        data.train, data, tokenizer, check_answer=make_answer_check(reward), show=lambda text: None
-    ).rows
+    with make_answer_check(reward) as check:
+        rows = load_prompts(data.train, data, tokenizer, check_answer=check, show=lambda text: None).rows
     service = RewardService(reward, backend=Backend.LOCAL)
     try:
         for row in rows:

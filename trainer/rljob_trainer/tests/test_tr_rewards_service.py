@@ -411,9 +411,10 @@ def test_unusable_specs_are_refused(functions, message):
         plan_functions(Reward.model_validate({"functions": functions}).functions)
 
 
-def test_only_gsm8k_restricts_gold_answers():
-    check = make_answer_check(Reward.model_validate({"functions": [{"type": "GSM8K"}]}))
-    assert check is not None
-    assert check("#### 5") is None
-    assert "no number" in check("five")
-    assert make_answer_check(Reward.model_validate({"functions": [{"type": "Regex", "pattern": "x"}]})) is None
+def test_only_gsm8k_and_math_restrict_gold_answers():
+    with make_answer_check(Reward.model_validate({"functions": [{"type": "GSM8K"}]})) as check:
+        assert check is not None
+        assert check("#### 5") is None
+        assert "no number" in check("five")
+    with make_answer_check(Reward.model_validate({"functions": [{"type": "Regex", "pattern": "x"}]})) as check:
+        assert check is None
