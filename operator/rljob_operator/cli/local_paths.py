@@ -49,6 +49,10 @@ def resolve_local_paths(job: RLJob, directory: Path) -> tuple[RLJob, list[LocalP
         field = f"spec.reward.functions[{index}].path"
         if function.path is not None and function.type is RewardType.PYTHON:
             function.path = take(field, function.path)
+        elif (
+            function.path is not None and function.type is RewardType.MODEL and is_local_path(function.path, directory)
+        ):
+            function.path = take(field, function.path, is_model=True)
     if spec.checkpoint.resume_from_path is not None:
         spec.checkpoint.resume_from_path = take("spec.checkpoint.resumeFromPath", spec.checkpoint.resume_from_path)
     _resolve_models(spec, directory, take)

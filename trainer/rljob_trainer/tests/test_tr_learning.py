@@ -17,8 +17,12 @@ ALGORITHMS = {
     "RLOO": {"type": "RLOO"},
     "ReinforcePlusPlus": {"type": "ReinforcePlusPlus"},
     "GSPO": {"type": "GSPO"},
+    "PPO": {"type": "PPO"},
     "DAPO": {"type": "DAPO", "overlongPenalty": {"bufferTokens": 2, "factor": 0.5}},
 }
+
+
+SECTIONS = {"PPO": {"critic": {"learningRate": 1e-3, "warmupSteps": 2, "epochsPerStep": 2}}}
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +41,12 @@ def ray_address(tmp_path_factory):
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_it_learns(name, assets, ray_address, tmp_path):
     rewards = train(
-        assets, tmp_path / "run", dict(os.environ) | ray_address, num_steps=NUM_STEPS, algorithm=ALGORITHMS[name]
+        assets,
+        tmp_path / "run",
+        dict(os.environ) | ray_address,
+        num_steps=NUM_STEPS,
+        algorithm=ALGORITHMS[name],
+        **SECTIONS.get(name, {}),
     )
     assert rewards[0] < 0.5, "the start is the careless teacher's"
     assert rewards[-1] > GOAL
