@@ -122,7 +122,7 @@ _REWARDS: Final[dict[RewardType, bool]] = {
     RewardType.PYTHON: True,
     RewardType.MATH: True,
     RewardType.HTTP: True,
-    RewardType.MODEL: False,
+    RewardType.MODEL: True,
 }
 
 

@@ -23,11 +23,13 @@ def build_optimizer(module: nn.Module, training: Training) -> torch.optim.AdamW:
     )
 
 
-def compute_learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
-    """Learning rate of a 1-based step: linear warm-up to `peak` at `warmup_steps`, then the schedule down to 0.
+def compute_learning_rate(
+    step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int, min_ratio: float = 0.0
+) -> float:
+    """Learning rate of a 1-based step: linear warm-up to `peak` at `warmup_steps`, then down to `min_ratio` of it.
 
-    A function of the step alone, so a resumed run cannot restart its schedule. Linear over 100 steps gives
-    peak x (1 - 51/100) at step 51.
+    A function of the step alone, so a resumed run cannot restart its schedule; it stays where it ended past
+    `total_steps`. Linear over 100 steps gives peak x (1 - 51/100) at step 51.
     """
     if step < warmup_steps:
         return peak * step / warmup_steps
@@ -35,9 +37,8 @@ def compute_learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_
     fraction = min(max(fraction, 0.0), 1.0)
     if schedule is Schedule.CONSTANT:
         return peak
-    if schedule is Schedule.LINEAR:
-        return peak * (1.0 - fraction)
-    return peak * 0.5 * (1.0 + math.cos(math.pi * fraction))
+    share = 1.0 - fraction if schedule is Schedule.LINEAR else 0.5 * (1.0 + math.cos(math.pi * fraction))
+    return peak * (min_ratio + (1.0 - min_ratio) * share)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from rljob_api.findings import Finding, FindingReason, make_error, make_warning
-from rljob_api.rules.context import Rule, RuleContext, find_nearest, list_divisors
-from rljob_api.v1alpha1.rollout import Engine
+from rljob_api.rules.context import Rule, RuleContext, find_nearest, is_changed, list_divisors
+from rljob_api.v1alpha1.rollout import Engine, Schedule
 
 _TP: Final = "spec.rollout.tensorParallelSize"
 _MAX_UNUSED_ROW_SHARE: Final = 0.05
@@ -289,7 +289,19 @@ def _list_multiples_around(number: int, step: int) -> str:
     return f"{below}, {below + step}" if below else str(step)
 
 
+def check_schedule(context: RuleContext) -> Iterable[Finding]:
+    """A constant schedule ends where it is."""
+    training = context.spec.training
+    if training.schedule is Schedule.CONSTANT and is_changed(training, "min_learning_rate_ratio"):
+        yield make_warning(
+            "spec.training.minLearningRateRatio",
+            "has no effect with schedule Constant; set schedule: Cosine or Linear, or remove it",
+            FindingReason.NO_EFFECT,
+        )
+
+
 SIZE_RULES: Final[tuple[Rule, ...]] = (
+    check_schedule,
     check_ranks,
     check_tensor_parallel_divides,
     check_tensor_parallel_heads,

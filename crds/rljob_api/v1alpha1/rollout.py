@@ -104,6 +104,8 @@ class Training(ApiModel):
     """Peak learning rate of the policy."""
     schedule: Schedule = Schedule.CONSTANT
     """Schedule after the warm-up."""
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of `learningRate` that Linear and Cosine end at."""
     warmup_steps: NonNegativeInt32 = 0
     """Linear learning-rate warm-up, in rollout steps."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.01
@@ -119,7 +121,8 @@ class Training(ApiModel):
     offload: Offload = Offload()
     """Host offload."""
     sequence_parallel_size: Annotated[int, Field(ge=1, le=128)] = 1
-    """Ulysses sequence parallel size."""
+    """Ranks that share the tokens of a pack (Ulysses); must divide the ranks and the model's attention heads. Each
+    rank then holds 1/size of the activations of a micro-batch of size x microBatchTokens."""
     collective_timeout_seconds: PositiveInt32 = 1800
     """Deadline of one collective operation between ranks."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 42
