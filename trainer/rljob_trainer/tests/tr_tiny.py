@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from tr_families import LLAMA3_ROPE
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from rljob_api.v1alpha1.algorithm import LossAggregation, PolicyLoss
@@ -40,6 +42,40 @@ def save_tiny_model(directory: Path, **overrides: Any) -> Path:
     model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=[1, 2], pad_token_id=0)
     model.save_pretrained(directory)
+    return directory
+
+
+ARCHITECTURES = {
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-untied": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+    "qwen3-untied": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 32}),
+    "llama3-tied": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama3-untied": ("Llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
+}
+
+
+def save_architecture(directory: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A tiny random model of one of `ARCHITECTURES`: 2 layers, 2 heads of 32, 1 key-value head, two EOS ids."""
+    family, options = ARCHITECTURES[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        initializer_range=0.02,  # small logits: bfloat16 rounds them by less than the log-probabilities may differ
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+        **options,
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.generation_config = GenerationConfig(eos_token_id=[1, 2], pad_token_id=0)
+    model.to(dtype).save_pretrained(directory)
     return directory
 
 

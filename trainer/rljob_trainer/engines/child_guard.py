@@ -1,0 +1,104 @@
+"""Ends the processes of an engine when the actor that started them is killed.
+
+vLLM's engine process does not watch its parent (0.24 to 0.33, `v1/engine/core.py`): without this, SIGKILL of the actor
+leaves it, and its GPU memory, behind. The guard is a process that holds the other end of a pipe: end of file without a
+farewell means that the actor is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+_FAREWELL: Final = b"."
+END_SECONDS: Final = 5.0
+
+
+def list_descendants(pid: int) -> list[tuple[int, int]]:
+    """(pid, start time in clock ticks) of all processes below `pid`; the pair outlives the reuse of a pid."""
+    found: list[tuple[int, int]] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in path.read_text().split()]
+        except OSError:
+            continue  # that thread has ended
+        for child in children:
+            started = read_start_time(child)
+            # Python's resource tracker serves us as much as the engine, ignores SIGTERM, and ends with its parent.
+            if started is not None and b"resource_tracker" not in _read_command_line(child):
+                found.append((child, started))
+            found.extend(list_descendants(child))
+    return found
+
+
+def read_start_time(pid: int) -> int | None:
+    """Clock ticks after boot at which the process started; None when it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _read_command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def end_processes(processes: list[tuple[int, int]], timeout_seconds: float = END_SECONDS) -> list[int]:
+    """SIGTERM, then SIGKILL after the time; returns the pids that had to be killed."""
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        alive = [pid for pid, started in processes if read_start_time(pid) == started]
+        for pid in alive:
+            try:
+                os.kill(pid, signal_number)
+            except ProcessLookupError:
+                continue
+        if signal_number is signal.SIGKILL:
+            return alive
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline and any(read_start_time(pid) == started for pid, started in processes):
+            time.sleep(0.05)
+    return []
+
+
+class ChildGuard:
+    """Watches over processes of this one until `release`."""
+
+    def __init__(self, processes: list[tuple[int, int]]) -> None:
+        arguments = [f"{pid}:{started}" for pid, started in processes]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rljob_trainer.engines.child_guard", *arguments],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # a signal to the actor's process group must not end its guard first
+        )
+
+    def release(self) -> None:
+        """The processes have ended, or are to live on."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            try:
+                self._process.stdin.write(_FAREWELL)
+                self._process.stdin.close()
+            except BrokenPipeError:
+                pass
+            try:
+                self._process.wait(timeout=END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+
+def _main() -> None:
+    processes = [(int(pid), int(started)) for pid, started in (item.split(":") for item in sys.argv[1:])]
+    if sys.stdin.buffer.read(1) != _FAREWELL:
+        end_processes(processes)
+
+
+if __name__ == "__main__":
+    _main()
