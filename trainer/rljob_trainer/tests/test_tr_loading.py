@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,22 +27,25 @@ WORLD_SIZE, RANK = 3, 1
 FIELD = "spec.model.source"
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    """One of several ranks that exist in name only: nothing here needs the others."""
+@contextmanager
+def one_of_three():
+    """A rank whose peers exist in name only: nothing here needs them. Models are saved before: only rank 0 would."""
     dist.init_process_group("fake", rank=RANK, world_size=WORLD_SIZE, store=FakeStore())
-    yield init_device_mesh("cpu", (WORLD_SIZE,))
-    dist.destroy_process_group()
+    try:
+        yield init_device_mesh("cpu", (WORLD_SIZE,))
+    finally:
+        dist.destroy_process_group()
 
 
-def load(source, mesh, *, recompute=False):
-    return load_sharded_policy(
-        str(source),
-        None,
-        field=FIELD,
-        device=CPU,
-        shard=lambda policy: shard_policy(policy, mesh, DType.FLOAT32, recompute_blocks=recompute),
-    )
+def load(source, *, recompute=False):
+    with one_of_three() as mesh:
+        return load_sharded_policy(
+            str(source),
+            None,
+            field=FIELD,
+            device=CPU,
+            shard=lambda policy: shard_policy(policy, mesh, DType.FLOAT32, recompute_blocks=recompute),
+        )
 
 
 def assert_holds_its_rows(module, expected, skip=()):
@@ -58,11 +62,11 @@ def assert_holds_its_rows(module, expected, skip=()):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_rank_reads_its_own_rows_of_every_tensor(mesh, tmp_path, family, tied):
+def test_a_rank_reads_its_own_rows_of_every_tensor(tmp_path, family, tied):
     torch.manual_seed(0)
     FAMILIES[family](tied).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="5KB")
     assert (tmp_path / "model.safetensors.index.json").exists()  # several files
-    policy, why_whole = load(tmp_path, mesh, recompute=tied)
+    policy, why_whole = load(tmp_path, recompute=tied)
     assert why_whole is None
     whole = load_causal_lm(str(tmp_path))
     assert_holds_its_rows(policy, dict(whole.named_parameters()))
@@ -74,28 +78,29 @@ def test_a_rank_reads_its_own_rows_of_every_tensor(mesh, tmp_path, family, tied)
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
 
 
-def test_weights_in_pickles_are_loaded_whole_and_it_says_why(mesh, tmp_path):
+def test_weights_in_pickles_are_loaded_whole_and_it_says_why(tmp_path):
     torch.manual_seed(0)
     model = FAMILIES["qwen2"](True)
     model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    policy, why_whole = load(tmp_path, mesh)
+    policy, why_whole = load(tmp_path)
     assert "no model.safetensors" in why_whole
     assert_holds_its_rows(policy, dict(model.named_parameters()))
 
 
-def test_a_critic_starts_with_a_head_of_zeros(mesh, tmp_path):
+def test_a_critic_starts_with_a_head_of_zeros(tmp_path):
     torch.manual_seed(0)
     model = FAMILIES["qwen2"](True)
     model.save_pretrained(tmp_path)
-    critic, why_whole = load_sharded_value_model(
-        str(tmp_path),
-        None,
-        field=FIELD,
-        device=CPU,
-        shard=lambda critic: shard_policy(critic, mesh, DType.FLOAT32, recompute_blocks=False),
-    )
+    with one_of_three() as mesh:
+        critic, why_whole = load_sharded_value_model(
+            str(tmp_path),
+            None,
+            field=FIELD,
+            device=CPU,
+            shard=lambda critic: shard_policy(critic, mesh, DType.FLOAT32, recompute_blocks=False),
+        )
     assert why_whole is None
     assert_holds_its_rows(critic, dict(model.named_parameters()), skip={"score.weight", "score.bias"})
     assert all(not parameter.to_local().any() for parameter in critic.classifier.score.parameters())
@@ -108,22 +113,22 @@ def rewrite(path: Path, change) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def test_weights_that_do_not_fit_are_refused(mesh, tmp_path):
+def test_weights_that_do_not_fit_are_refused(tmp_path):
     FAMILIES["qwen2"](True).save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     name = "model.layers.1.mlp.down_proj.weight"
     rewrite(weights, lambda tensors: tensors.update({name: torch.zeros(3, 4)}))
     with pytest.raises(ConfigurationError, match=r"spec\.model\.source.*down_proj.*\[3, 4\].*\[32, 48\]"):
-        load(tmp_path, mesh)
+        load(tmp_path)
     rewrite(weights, lambda tensors: tensors.pop(name))
     with pytest.raises(ConfigurationError, match=r"lack 1 tensors.*down_proj"):
-        load(tmp_path, mesh)
+        load(tmp_path)
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ConfigurationError, match=r"spec\.model\.source.*model\.safetensors"):
-        load(tmp_path, mesh)
+        load(tmp_path)
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     with pytest.raises(ConfigurationError, match="git lfs pull"):
-        load(tmp_path, mesh)
+        load(tmp_path)
 
 
 MEASURE = """
@@ -164,8 +169,9 @@ def test_the_peak_of_host_memory_is_the_shard_and_one_tensor(tmp_path):
     model.save_pretrained(tmp_path)
     sizes = [parameter.numel() for parameter in model.parameters()]
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
+    assert done.returncode == 0, done.stderr[-3000:]
     peaks = json.loads(done.stdout.splitlines()[-1])
     float32, bfloat16 = 4, 2
     slack = 12 * 2**20  # allocator and interpreter

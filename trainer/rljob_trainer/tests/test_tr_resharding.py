@@ -2,6 +2,7 @@
 the training holds the state of its step; full storage is a typed failure.
 """
 
+import copy
 import json
 import os
 import subprocess
@@ -69,7 +70,8 @@ def gather(policy, optimizer):
     moments = get_optimizer_state_dict(policy, optimizer, options=options)["state"] if dist.get_rank() == 0 else None
     if dist.get_rank() != 0:
         get_optimizer_state_dict(policy, optimizer, options=options)
-    return {"weights": gather_full_weights(policy), "moments": moments}
+    # On one rank these are the live tensors.
+    return copy.deepcopy({"weights": dict(gather_full_weights(policy)), "moments": moments})
 
 
 def save_and_go_on(rank, source, directory):
@@ -155,6 +157,8 @@ def test_another_world_size_goes_on_as_the_first_would(saved, source, tmp_path, 
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     next_found, next_expected = flatten(found["after"]), flatten(expected["after"])
     for name, tensor in next_expected.items():
+        if "k_proj.bias" in name:
+            continue  # cancels in the softmax: its gradient is rounding, which AdamW scales up to a whole step
         torch.testing.assert_close(next_found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
     assert not torch.equal(next_expected["causal_lm.model.norm.weight"], wrote["causal_lm.model.norm.weight"])
 

@@ -10,7 +10,7 @@ from tr_ranks import run_ranks
 from tr_tiny import assert_same_gradient, make_loss, make_rows, save_tiny_model
 
 from rljob_api.v1alpha1.algorithm import KLEstimator, PolicyLoss
-from rljob_api.v1alpha1.model import DType
+from rljob_api.v1alpha1.model import DType, Toggle
 from rljob_api.v1alpha1.rollout import Training
 from rljob_trainer.batching import plan_batches
 from rljob_trainer.errors import ConfigurationError
@@ -139,6 +139,8 @@ def test_heads_that_do_not_divide_are_refused_before_anything_starts(source, mak
 
 
 def test_compilation_on_demand_and_shared_tokens_exclude_each_other(source, make_job, tmp_path):
-    settings = {"training": {"sequence_parallel_size": 2}, "model": {"source": source, "compile": "Always"}}
+    job = make_job(run_directory=str(tmp_path), model=source, training={"sequence_parallel_size": 2})
+    model = job.spec.model.model_copy(update={"compile": Toggle.ALWAYS})
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"model": model})})
     with pytest.raises(ConfigurationError, match=r"spec\.model\.compile: Always.*sequenceParallelSize.*Auto"):
-        load_inputs(make_job(run_directory=str(tmp_path), **settings), lambda _: None)
+        load_inputs(job, lambda _: None)
