@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from tr_ranks import run_ranks
 from tr_tiny import assert_same_gradient, make_loss, make_rows
 
 from rljob_api.v1alpha1.algorithm import KLEstimator
@@ -71,18 +71,8 @@ def checksum(policy, dtype=torch.float32, publish=True):
     )
 
 
-def run_rank(rank, rendezvous, source, directory):
+def run_rank(rank, source, directory):
     """What both ranks do; rank 0 writes what it found."""
-    torch.set_num_threads(1)
-    join_process_group(
-        rendezvous,
-        rank=rank,
-        world_size=2,
-        store=None,
-        use_gpu=False,
-        timeout_seconds=60,
-        collective_timeout_seconds=60,
-    )
     directory = Path(directory)
     found = {}
     policy, optimizer = build(source)
@@ -116,16 +106,13 @@ def run_rank(rank, rendezvous, source, directory):
     update(half, build_optimizer(half, Training()), 0.0, micro_batch_tokens=10_000)
     _, found["half_checksum"] = checksum(half, torch.bfloat16)
     (directory / f"found-{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny_model, tmp_path_factory):
     """Everything two ranks found; they run once."""
     directory = tmp_path_factory.mktemp("two-ranks")
-    store, rendezvous = start_store("127.0.0.1", 2, 60)
-    mp.spawn(run_rank, (rendezvous, tiny_model, str(directory)), nprocs=2, join=True)
-    del store
+    run_ranks(run_rank, 2, tiny_model, str(directory))
     return directory, [json.loads((directory / f"found-{rank}.json").read_text()) for rank in (0, 1)]
 
 
