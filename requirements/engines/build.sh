@@ -33,7 +33,7 @@ if [ ! -f "$environment/.complete" ]; then
   touch "$environment/.complete"
 fi
 case $name in
-  sglang-*) cp "$here"/sglang-cpu/* "$("$environment/bin/python" -S -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/" ;;
+  sglang-*) cp "$here"/sglang-cpu/* "$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/" ;;
 esac
 if [ "$(cat "$environment/.checkout" 2>/dev/null)" != "$repository" ]; then
   "$uv" pip install --quiet --python "$environment/bin/python" --no-deps --no-build-isolation --editable "$repository" >&2
