@@ -86,8 +86,8 @@ test-unit: venv ## Only tests that need no program beside Python
 
 .PHONY: test-numerics
 test-numerics: venv ## Golden vectors, worked values and invariances of the algorithms (RLJOB_SHARED_DIR)
-	$(BIN)/pytest -q trainer/rljob_trainer/tests/test_tr_numerics*.py trainer/rljob_trainer/tests/test_tr_algorithms.py \
-	  trainer/rljob_trainer/tests/test_tr_rewards_gsm8k.py trainer/rljob_trainer/tests/test_tr_invariance.py
+	cd trainer/rljob_trainer/tests && ../../../$(BIN)/pytest -q test_tr_numerics.py test_tr_numerics_more.py \
+	  test_tr_algorithms.py test_tr_invariance.py test_tr_evaluation.py test_tr_rewards_gsm8k.py test_tr_rewards_math.py
 
 # One algorithm (GRPO), or every one.
 LEARNING ?=
