@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rljob_api.contract import ResolvedJob, TrainerPhase
+from rljob_api.resolve import count_drawn_prompts
 from rljob_api.v1alpha1.algorithm import AdvantageEstimator, KLControllerType, KLPlacement
 from rljob_trainer.algorithms.kl import update_kl_coefficient
 from rljob_trainer.batching import order_mini_batches
 from rljob_trainer.checkpoint import files
+from rljob_trainer.checkpoint.base_model import fingerprint_model
 from rljob_trainer.config import build_loss_settings
 from rljob_trainer.critic import uses_critic
 from rljob_trainer.data import PromptRow
@@ -28,7 +30,7 @@ from rljob_trainer.experience_maker import Experience, ExperienceMaker
 from rljob_trainer.inputs import load_inputs
 from rljob_trainer.optimization import compute_learning_rate
 from rljob_trainer.reporting import CriticReport, RunReporter, StepReport
-from rljob_trainer.resume import ResumePoint, choose_resume_point, describe_start
+from rljob_trainer.resume import ResumePoint, check_adapters, choose_resume_point, describe_start
 from rljob_trainer.rewards import RewardService
 from rljob_trainer.rollout import RolloutPlan, RolloutRunner, ScoredSample
 from rljob_trainer.rows import TrainRow, UpdateMetrics, ValueMetrics
@@ -49,6 +51,8 @@ class RunState:
     num_nan_steps_in_a_row: int = 0
     num_tokens_total: int = 0
     is_warm_started: bool = False
+    base_model: str = ""
+    """Fingerprint of the weights that adapters belong to; empty without `model.lora`."""
 
 
 class Trainer:
@@ -94,6 +98,9 @@ class Trainer:
             self._directory, uid=job.uid, name=job.name, namespace=job.namespace, adopt=spec.checkpoint.adopt
         )
         resume = choose_resume_point(job, self._reporter.note, self._reporter.heartbeat)
+        if spec.model.lora is not None:
+            self._state.base_model = fingerprint_model(spec.model.source, spec.model.revision)
+            check_adapters(job, resume, self._state.base_model)
         connect_ray(job)
         self._stop.install_signal_handlers()
         self._rewards = RewardService(spec.reward, layout=job.layout)
@@ -197,12 +204,14 @@ class Trainer:
     def _collect(self, step: int) -> tuple[CollectedBatch, list[ScoredSample]]:
         """Scored groups to train on, by DAPO in several rounds; with ReMax also a greedy sample of each prompt."""
         rollout, greedy = self._spec.rollout, list[ScoredSample]()
+        num_prompts = self._spec.training.prompts_per_step
 
         def draw(num_prompts: int) -> list[PromptRow]:
             return [self._inputs.train.rows[index] for index in self._sampler.take(num_prompts)]
 
         def roll_out(rows: list[PromptRow]) -> list[ScoredSample]:
-            plans = [self._plan_rollout(rows, rollout.samples_per_prompt, rollout.temperature, step)]
+            plan = self._plan_rollout(rows, rollout.samples_per_prompt, rollout.temperature, step)
+            plans = [replace(plan, num_groups=min(num_prompts, len(rows)))]
             if self._algorithm.advantage_estimator is AdvantageEstimator.REMAX:
                 plans.append(self._plan_rollout(rows, 1, 0.0, step, label="greedy"))
             samples, *baselines = self._roll_out(plans, TrainerPhase.ROLLOUT)
@@ -210,8 +219,13 @@ class Trainer:
                 greedy.extend(baseline)
             return samples
 
-        num_prompts = self._spec.training.prompts_per_step
-        return collect_batch(num_prompts, self._algorithm.dynamic_sampling, draw=draw, roll_out=roll_out), greedy
+        return collect_batch(
+            num_prompts,
+            self._algorithm.dynamic_sampling,
+            draw=draw,
+            roll_out=roll_out,
+            num_drawn=count_drawn_prompts(self._spec),
+        ), greedy
 
     def _adapt_kl_coefficient(self, experience: Experience) -> float:
         """The coefficient of the next step."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from rljob_api.contract import ResolvedJob
 from rljob_api.v1alpha1.rollout import Resume
 from rljob_trainer.checkpoint import files
+from rljob_trainer.checkpoint.base_model import check_base_model
 from rljob_trainer.checkpoint.files import Checkpoint
 from rljob_trainer.errors import CheckpointError
 
@@ -72,6 +73,19 @@ def choose_resume_point(
             "start anew"
         )
     return None
+
+
+def check_adapters(job: ResolvedJob, resume: ResumePoint | None, base_model: str) -> None:
+    """A run with adapters continues only from adapters on the same base model.
+
+    Raises:
+        CheckpointError: the checkpoint holds something else.
+    """
+    if resume is None:
+        return
+    path = resume.checkpoint.path
+    saved = str(files.read_trainer_state(resume.checkpoint).get("base_model", ""))
+    check_base_model(saved, base_model, path=path, source=job.spec.model.source)
 
 
 def describe_start(resume: ResumePoint | None) -> str:

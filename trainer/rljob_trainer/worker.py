@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from rljob_api.contract import ResolvedJob
+from rljob_api.v1alpha1.model import LoRA
 from rljob_trainer.checkpoint.export import export_policy
 from rljob_trainer.checkpoint.records import FileRecord
 from rljob_trainer.checkpoint.state import StatePart, StateWriter, gather_full_weights, load_state
@@ -26,6 +28,7 @@ from rljob_trainer.memory_plan import GIB, MemoryPlan, build_memory_request, pla
 from rljob_trainer.models.execution import decide_execution, prepare_model
 from rljob_trainer.models.loading import load_sharded_policy, load_sharded_value_model
 from rljob_trainer.models.log_probs import CHUNK_TOKENS
+from rljob_trainer.models.lora import adapters_off, add_adapters, initialise_adapters, merge_state
 from rljob_trainer.models.policy import TORCH_DTYPES, PolicyModel, load_config
 from rljob_trainer.models.sequence_parallel import build_sequence_group
 from rljob_trainer.models.value import ValueModel
@@ -98,10 +101,13 @@ class TrainWorker:
         self._mesh = init_device_mesh(self._device.type, (job.layout.world_size,))
         self._memory = self._plan_memory()
         self._execution = decide_execution(job, self._memory)
+        self._parameter_device = torch.device("cpu") if self._execution.offload_parameters else self._device
         self._sequence_group = build_sequence_group(
             self._device.type, job.layout.world_size, spec.training.sequence_parallel_size
         )
-        self._policy = self._build_policy(spec.model.source, spec.model.revision, "spec.model.source")
+        self._policy = self._build_policy(
+            spec.model.source, spec.model.revision, "spec.model.source", lora=spec.model.lora
+        )
         self._reference: PolicyModel | None = None
         self._critic: CriticRank | None = None
         self._optimizer = build_optimizer(self._policy, spec.training)
@@ -112,11 +118,17 @@ class TrainWorker:
             "interface": interface,
             "num_parameters": num_parameters,
             "num_blocks": len(self._policy.blocks),
-            "offload_engine": self._memory is not None and self._memory.offload_engine,
         }
 
-    def _build_policy(self, source: str, revision: str | None, field: str) -> PolicyModel:
-        policy, why_whole = load_sharded_policy(source, revision, field=field, device=self._device, shard=self._shard)
+    def _build_policy(self, source: str, revision: str | None, field: str, *, lora: LoRA | None = None) -> PolicyModel:
+        def shard(policy: PolicyModel) -> None:
+            if lora is not None:
+                add_adapters(policy, lora)
+            self._shard(policy)
+
+        policy, why_whole = load_sharded_policy(source, revision, field=field, device=self._device, shard=shard)
+        if lora is not None:
+            initialise_adapters(policy, self._job.spec.training.seed)
         self._note_loading(field, why_whole)
         return policy
 
@@ -153,10 +165,13 @@ class TrainWorker:
         prepare_model(module, self._mesh, self._job.spec.model.dtype, self._execution)
 
     def setup_reference(self) -> None:
-        """The frozen reference: its own source, else a copy of the policy as it is now (after the warm start)."""
+        """The frozen reference: its own source, else a copy of the policy as it is now (after the warm start); with
+        adapters, the policy without them, which needs no copy."""
         model, reference = self._job.spec.model, self._job.spec.reference
         source = model.source if reference is None or reference.source is None else reference.source
         is_copy = source == model.source
+        if is_copy and model.lora is not None:
+            return
         field = "spec.model.source" if is_copy else "spec.reference.source"
         self._reference = self._build_policy(source, model.revision if is_copy else None, field)
         self._reference.requires_grad_(False)
@@ -174,7 +189,12 @@ class TrainWorker:
         is_copy = source == model.source
         field = "spec.model.source" if is_copy else "spec.critic.source"
         value_model, why_whole = load_sharded_value_model(
-            source, model.revision if is_copy else None, field=field, device=self._device, shard=self._shard
+            source,
+            model.revision if is_copy else None,
+            field=field,
+            device=self._device,
+            shard=self._shard,
+            parameter_device=self._parameter_device,
         )
         self._note_loading(field, why_whole)
         self._critic = CriticRank(self._job, value_model, self._ranks, self._device, self._note_progress)
@@ -212,8 +232,15 @@ class TrainWorker:
         self, micro_batches: list[list[TrainRow]], *, reference: bool, with_sum_pi_squared: bool = False
     ) -> list[list[FloatArray]]:
         """Log-probabilities per row under the policy or the reference, with sums of squared probabilities on demand."""
-        model = self._reference if reference else self._policy
-        assert model is not None, "setup_reference comes first"
+        model = self._policy if self._reference is None or not reference else self._reference
+        base_only = reference and self._reference is None
+        assert not base_only or self._job.spec.model.lora is not None, "setup_reference comes first"
+        with adapters_off(model) if base_only else nullcontext():
+            return self._compute_log_probs(model, micro_batches, with_sum_pi_squared)
+
+    def _compute_log_probs(
+        self, model: PolicyModel, micro_batches: list[list[TrainRow]], with_sum_pi_squared: bool
+    ) -> list[list[FloatArray]]:
         return compute_row_log_probs(
             model,
             micro_batches,
@@ -223,16 +250,29 @@ class TrainWorker:
             with_sum_pi_squared=with_sum_pi_squared,
         )
 
-    def stream_weights(self, publish: bool) -> Iterator[Bucket]:
+    def stream_weights(self, publish: bool, bucket_bytes: int | None = None) -> Iterator[Bucket]:
         """Buckets of the full policy in the engine's dtype; ranks without `publish` only take part in the gathers."""
         for bucket in gather_buckets(
             self._policy,
             TORCH_DTYPES[self._job.spec.model.dtype],
             publish=publish,
-            bucket_bytes=DEVICE_BUCKET_BYTES if self._use_gpu else HOST_BUCKET_BYTES,
+            bucket_bytes=bucket_bytes or (DEVICE_BUCKET_BYTES if self._use_gpu else HOST_BUCKET_BYTES),
         ):
             self._note_progress()
             yield bucket
+
+    def plans_turns(self) -> bool:
+        """Whether engine and trainer do not fit on the GPU together."""
+        return self._memory is not None and self._memory.offload_engine
+
+    def release_cached_memory(self) -> None:
+        """Once per phase change, never within one: giving memory back to the driver stalls the GPU."""
+        if self._use_gpu:
+            torch.cuda.empty_cache()
+
+    def get_free_bytes(self) -> int:
+        """Free memory of the GPU, as the driver reports it; 0 on CPUs."""
+        return torch.cuda.mem_get_info()[0] if self._use_gpu else 0
 
     def compute_checksum(self) -> int:
         """Checksum of the full policy in the engine's dtype, as `EngineAdapter.checksum` computes it."""
@@ -256,7 +296,7 @@ class TrainWorker:
 
     def _list_state_parts(self) -> dict[str, StatePart]:
         """What a checkpoint holds."""
-        parts = {"policy": StatePart(self._policy, self._optimizer)}
+        parts = {"policy": StatePart(self._policy, self._optimizer, self._job.spec.model.lora is not None)}
         if self._reference is not None:
             parts["reference"] = StatePart(self._reference)
         if self._critic is not None:
@@ -267,6 +307,7 @@ class TrainWorker:
         """Rank 0 writes the Hugging Face directory."""
         weights = gather_full_weights(self._policy)
         if self._rank == 0:
+            weights = merge_state(self._policy, weights)
             model = self._job.spec.model
             export_policy(
                 Path(target), weights, source=model.source, revision=model.revision, dtype=TORCH_DTYPES[model.dtype]

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 from rljob_trainer.checkpoint.records import FileRecord, compute_file_record
 from rljob_trainer.errors import CheckpointError
+from rljob_trainer.models.sharding import CHECKPOINT_WRAPPER_PART
 
 STATE_DIRECTORY: Final = "state"
 WRITE_TIMEOUT_SECONDS: Final = 3600.0
@@ -40,6 +41,13 @@ class StatePart:
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | None = None
+    trainable_only: bool = False
+    """Adapters: the frozen base is not saved, and not touched by a load."""
+
+    @property
+    def options(self) -> StateDictOptions | None:
+        """Of torch's functions on state dicts."""
+        return StateDictOptions(ignore_frozen_params=True, strict=False) if self.trainable_only else None
 
 
 StateParts = Mapping[str, StatePart]
@@ -119,6 +127,7 @@ def load_state(directory: Path, parts: StateParts) -> None:
                     part.optimizer,
                     model_state_dict=state[name]["model"],
                     optim_state_dict=state[name]["optimizer"],
+                    options=part.options,
                 )
         rng = source / f"rng-{dist.get_rank()}.pt"
         if rng.exists():
@@ -132,7 +141,15 @@ def collect_state(parts: StateParts) -> dict[str, Any]:
         if part.optimizer is None:
             state[name] = {"model": get_model_state_dict(part.module)}
         else:
-            model, optimizer = get_state_dict(part.module, part.optimizer)
+            model, optimizer = get_state_dict(part.module, part.optimizer, options=part.options)
+            if part.trainable_only:
+                # torch leaves frozen tensors in that have a second name (a head tied to the embedding).
+                names = {
+                    name.replace(CHECKPOINT_WRAPPER_PART, "")
+                    for name, parameter in part.module.named_parameters()
+                    if parameter.requires_grad
+                }
+                model = {name: tensor for name, tensor in model.items() if name in names}
             state[name] = {"model": model, "optimizer": optimizer}
     return state
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from rljob_trainer.errors import ConfigurationError
 from rljob_trainer.models.packed_attention import ATTENTION_NAME
 from rljob_trainer.models.policy import PolicyModel, load_causal_lm, load_config
-from rljob_trainer.models.sharding import CHECKPOINT_WRAPPER_PART
+from rljob_trainer.models.sharding import ADAPTER_PART, ADAPTER_WRAPPER_PART, CHECKPOINT_WRAPPER_PART
 from rljob_trainer.models.value import HEAD_NAME, ValueModel, load_value_config, load_value_model
 
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -39,8 +39,11 @@ def load_sharded_policy(
     field: str,
     device: torch.device,
     shard: Callable[[PolicyModel], None],
+    parameter_device: torch.device | None = None,
 ) -> tuple[PolicyModel, str | None]:
     """The policy on `device`, cut by `shard`; and, where every rank had to load it whole, why. Not collective.
+
+    `parameter_device`: of the shards, where `shard` offloads parameters.
 
     Raises:
         ConfigurationError: weights are missing, damaged, or do not fit the config.
@@ -56,7 +59,7 @@ def load_sharded_policy(
     def load_whole() -> PolicyModel:
         return PolicyModel(load_causal_lm(source, revision, field=field))
 
-    return _load(build, load_whole, shard, device, source, revision, field)
+    return _load(build, load_whole, shard, device, parameter_device or device, source, revision, field)
 
 
 def load_sharded_value_model(
@@ -66,6 +69,7 @@ def load_sharded_value_model(
     field: str,
     device: torch.device,
     shard: Callable[[ValueModel], None],
+    parameter_device: torch.device | None = None,
 ) -> tuple[ValueModel, str | None]:
     """The critic, as `load_sharded_policy`; a head that the checkpoint does not have is zero (`load_value_model`)."""
 
@@ -85,7 +89,8 @@ def load_sharded_value_model(
     def load_whole() -> ValueModel:
         return load_value_model(source, revision, field=field)
 
-    return _load(build, load_whole, shard, device, source, revision, field, zero_prefix=f"{HEAD_NAME}.")
+    prefix = f"{HEAD_NAME}."
+    return _load(build, load_whole, shard, device, parameter_device or device, source, revision, field, prefix)
 
 
 def _load(
@@ -93,6 +98,7 @@ def _load(
     load_whole: Callable[[], Model],
     shard: Callable[[Model], None],
     device: torch.device,
+    parameter_device: torch.device,
     source: str,
     revision: str | None,
     field: str,
@@ -107,7 +113,7 @@ def _load(
         shard(whole)
         return whole, str(plan)
     shard(model)
-    materialise(model, device)
+    materialise(model, device, parameter_device)
     plan = plan_reads(model, files, zero_prefix)  # recomputation renamed the parameters
     assert not isinstance(plan, str)
     read_shards(model, files, plan, field=field)
@@ -194,7 +200,8 @@ def plan_reads(
 ) -> dict[str, str | None] | str:
     """Parameter -> tensor of the checkpoint, or which parameter has none under its own name.
 
-    Tied parameters appear once; any of their names will do. Missing ones below `zero_prefix` map to None: zeros.
+    Tied parameters appear once; any of their names will do. Adapters, and missing ones below `zero_prefix`,
+    map to None: zeros.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -203,7 +210,8 @@ def plan_reads(
     for candidates in names.values():
         tensors = [get_tensor_name(name) for name in candidates]
         found = next((tensor for tensor in tensors if tensor in files), None)
-        if found is None and not (zero_prefix and tensors[0].startswith(zero_prefix)):
+        is_new = ADAPTER_PART in tensors[0] or (zero_prefix is not None and tensors[0].startswith(zero_prefix))
+        if found is None and not is_new:
             return f"the checkpoint has no tensor {tensors[0]!r}"
         plan[candidates[0]] = found
     return plan
@@ -211,10 +219,10 @@ def plan_reads(
 
 def get_tensor_name(name: str) -> str:
     """The Hugging Face name of a parameter of `PolicyModel` or `ValueModel`."""
-    return name.replace(CHECKPOINT_WRAPPER_PART, "").split(".", 1)[1]
+    return name.replace(CHECKPOINT_WRAPPER_PART, "").replace(ADAPTER_WRAPPER_PART, "").split(".", 1)[1]
 
 
-def materialise(module: nn.Module, device: torch.device) -> None:
+def materialise(module: nn.Module, device: torch.device, parameter_device: torch.device) -> None:
     """Give the parameters of a sharded module built on meta uninitialised memory; buffers keep their values."""
     buffers = [
         (child, key, buffer)
@@ -222,9 +230,9 @@ def materialise(module: nn.Module, device: torch.device) -> None:
         for key, buffer in child.named_buffers(recurse=False)
         if not buffer.is_meta
     ]
-    module.to_empty(device=device)
+    module.to_empty(device=parameter_device)
     for child, key, buffer in buffers:
-        _get_buffer(child, key).copy_(buffer)
+        child._buffers[key] = buffer.to(device)
 
 
 @torch.no_grad()

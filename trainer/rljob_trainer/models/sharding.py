@@ -9,7 +9,7 @@ from typing import Final, TypeVar, cast
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from rljob_api.v1alpha1.model import DType
 from rljob_trainer.models.log_probs import score_logits
@@ -17,6 +17,9 @@ from rljob_trainer.models.policy import PREFIX, TORCH_DTYPES, PolicyModel
 from rljob_trainer.models.value import ValueModel
 
 CHECKPOINT_WRAPPER_PART = "_checkpoint_wrapped_module."
+ADAPTER_WRAPPER_PART = "base_layer."
+ADAPTER_PART = ".lora_"
+"""In the names of adapter weights; see `models.lora`."""
 COMPILED_SHAPES: Final = 64
 """Compiled versions of one function: sizes of packs, with and without gradient, per kind of layer."""
 
@@ -30,6 +33,7 @@ def shard_policy(
     *,
     recompute_blocks: bool,
     keep_gathered: bool = False,
+    offload_parameters: bool = False,
 ) -> None:
     """Shard in place. Parameters stay float32 masters; with BFloat16 they are gathered and used in bfloat16, and
     gradients are reduced in float32.
@@ -37,15 +41,17 @@ def shard_policy(
     Args:
         recompute_blocks: keep only the inputs of blocks for the backward pass.
         keep_gathered: see `iterate_micro_batches`.
+        offload_parameters: shards and their gradients live in host memory; the optimizer steps there.
     """
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload_parameters else OffloadPolicy()
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype is DType.FLOAT32 else TORCH_DTYPES[dtype], reduce_dtype=torch.float32
     )
     if recompute_blocks:
         _wrap_blocks(policy)
     for block in policy.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
     policy.keep_gathered = keep_gathered
 
 
@@ -103,6 +109,5 @@ def _wrap_blocks(policy: PolicyModel | ValueModel) -> None:
 
 
 def clean_parameter_name(name: str) -> str:
-    """The Hugging Face name of a parameter of `PolicyModel`: without our prefix and the recomputation wrapper's "
-    "part."""
-    return name.replace(CHECKPOINT_WRAPPER_PART, "").removeprefix(PREFIX)
+    """The Hugging Face name of a parameter of `PolicyModel`: without our prefix and the parts of wrappers."""
+    return name.replace(CHECKPOINT_WRAPPER_PART, "").replace(ADAPTER_WRAPPER_PART, "").removeprefix(PREFIX)

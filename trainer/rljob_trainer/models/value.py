@@ -54,14 +54,18 @@ class ValueModel(nn.Module):
         return own.join(values_R if head.bias is None else values_R + head.bias.float())
 
     def copy_backbone(self, policy: nn.Module) -> None:
-        """Start from the policy's weights as they are now (both sharded over the same mesh, or both whole).
+        """Start from the policy's weights as they are now, without adapters (both sharded alike, or both whole).
 
         Raises:
             ConfigurationError: the two have other parameters.
         """
         policy_any: Any = policy
         classifier: Any = self.classifier
-        origins = dict(policy_any.causal_lm.base_model.named_parameters())
+        origins = {
+            name.replace("base_layer.", ""): parameter
+            for name, parameter in policy_any.causal_lm.base_model.named_parameters()
+            if ".lora_" not in name
+        }
         targets = dict(classifier.base_model.named_parameters())
         if set(origins) != set(targets):
             names = sorted(set(origins) ^ set(targets))

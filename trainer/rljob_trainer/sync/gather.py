@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rljob_trainer.models.lora import merge_parameter
 from rljob_trainer.models.policy import PolicyModel
-from rljob_trainer.models.sharding import clean_parameter_name
+from rljob_trainer.models.sharding import ADAPTER_PART, clean_parameter_name
 from rljob_trainer.sync.buckets import Bucket, TensorEntry, compute_size, plan_buckets, view_entry
 from rljob_trainer.sync.device_memory import share_device_memory
 
@@ -22,10 +24,15 @@ def iterate_units(policy: PolicyModel) -> list[tuple[nn.Module, list[tuple[str, 
     for module_name, module in policy.named_modules():
         if id(module) in blocks:
             # Not module.named_parameters(): the recomputation wrapper overrides it to hide its part of the names.
-            names = [(f"{module_name}.{name}", name) for name, _ in nn.Module.named_parameters(module)]
+            names = [
+                (f"{module_name}.{name}", name)
+                for name, _ in nn.Module.named_parameters(module)
+                # Engines get adapters as part of the weight they belong to.
+                if ADAPTER_PART not in name
+            ]
             covered.update(name for name, _ in names)
             units.append((module, [(clean_parameter_name(name), local) for name, local in names]))
-    rest = [name for name, _ in policy.named_parameters() if name not in covered]
+    rest = [name for name, _ in policy.named_parameters() if name not in covered and ADAPTER_PART not in name]
     units.append((policy, [(clean_parameter_name(name), name) for name in rest]))
     return units
 
@@ -91,12 +98,18 @@ def _iterate_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor, bool]]:
         elif handle is not None:
             handle.wait()
         for position, (name, local_name) in enumerate(names):
-            parameter: Any = module.get_parameter(local_name).detach()
-            local = getattr(parameter, "to_local", None)
-            yield name, parameter if local is None else local(), position + 1 == len(names)
+            tensor = merge_parameter(module, local_name, functools.partial(_get_tensor, module))
+            yield name, tensor, position + 1 == len(names)
         if not is_whole:
             fsdp_module.reshard()
         handle = next_handle
+
+
+def _get_tensor(module: nn.Module, name: str) -> Tensor:
+    parameter: Any = module.get_parameter(name).detach()
+    local = getattr(parameter, "to_local", None)
+    tensor: Tensor = parameter if local is None else local()
+    return tensor
 
 
 def _count_ranks(parameter: Any) -> int:
