@@ -155,6 +155,14 @@ ROWS: Final = (
                 (latest("rljob_clip_fraction"),),
                 width=6,
             ),
+            Panel(
+                "Critic",
+                "Share of the returns' variance that the critic knew before its update (PPO). Near 0 or below: raise "
+                "the critic's learning rate, its epochs per step or its warm-up steps.",
+                "none",
+                (latest("rljob_value_explained_variance"),),
+                width=6,
+            ),
             Panel("Learning rate", "Learning rate of the policy.", "none", (latest("rljob_learning_rate"),), width=6),
         ),
     ),

@@ -153,6 +153,7 @@ class RunReporter:
             loss=_mean([update.loss for update in updates]),
             gradient_norm=_mean([update.gradient_norm for update in updates]),
             clip_fraction=_mean([update.clip_fraction for update in updates]),
+            **({} if report.critic is None else _summarise_critic(report.critic)),
             learning_rate=report.learning_rate,
             weight_version=report.weight_version,
             num_nan_steps_total=report.num_nan_steps,
@@ -293,6 +294,8 @@ def _describe_algorithm(algorithm: Algorithm, report: StepReport) -> dict[str, A
             "num_dropped_groups": report.batch.num_dropped_groups,
             "num_surplus_groups": report.batch.num_surplus_groups,
         }
+    if report.batch.num_aborted_groups:
+        row["num_aborted_groups"] = report.batch.num_aborted_groups
     correction = algorithm.rollout_correction
     if correction.level is not RolloutCorrectionLevel.NONE or correction.rejection:
         row |= {
@@ -303,13 +306,18 @@ def _describe_algorithm(algorithm: Algorithm, report: StepReport) -> dict[str, A
     return row
 
 
+def _summarise_critic(critic: CriticReport) -> dict[str, float | None]:
+    return {
+        "value_loss": _mean([update.loss for update in critic.updates]),
+        "value_clip_fraction": _mean([update.clip_fraction for update in critic.updates]),
+        "value_explained_variance": critic.explained_variance,
+    }
+
+
 def _describe_critic(critic: CriticReport) -> dict[str, Any]:
     updates = critic.updates
     return {
-        "value_loss": _mean([update.loss for update in updates]),
         "value_mean": _mean([update.value_mean for update in updates]),
-        "value_clip_fraction": _mean([update.clip_fraction for update in updates]),
-        "value_explained_variance": critic.explained_variance,
         "critic_gradient_norm": _mean([update.gradient_norm for update in updates]),
         "critic_learning_rate": critic.learning_rate,
         "num_critic_updates": len(updates),

@@ -79,6 +79,11 @@ def _of_sets(key: str) -> Callable[[Snapshot], Value]:
     return get
 
 
+def _of_critic(read: Callable[[StepStatistics], float | None]) -> Callable[[Snapshot], Value]:
+    """Of the last finished step; jobs without a critic have no such series."""
+    return lambda snapshot: None if snapshot.last is None else read(snapshot.last)
+
+
 def _read_checkpoint_time(snapshot: Snapshot) -> Value:
     checkpoint = snapshot.progress.checkpoint
     return None if checkpoint is None else parse_time(checkpoint.time)
@@ -170,6 +175,27 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "ratio",
         "Share of tokens whose probability ratio was clipped.",
         _of_last(lambda s: s.clip_fraction),
+    ),
+    MetricSpec(
+        "value_loss",
+        "gauge",
+        "loss",
+        "Loss of the critic in the last step, mean over its updates; absent without a critic.",
+        _of_critic(lambda s: s.value_loss),
+    ),
+    MetricSpec(
+        "value_clip_fraction",
+        "gauge",
+        "ratio",
+        "Share of tokens whose value left the critic's clip range; absent without a critic.",
+        _of_critic(lambda s: s.value_clip_fraction),
+    ),
+    MetricSpec(
+        "value_explained_variance",
+        "gauge",
+        "ratio",
+        "Share of the returns' variance that the critic knew before the update; absent without a critic.",
+        _of_critic(lambda s: s.value_explained_variance),
     ),
     MetricSpec(
         "learning_rate",

@@ -34,6 +34,12 @@ class StepStatistics:
     """Policy loss, mean over the step's updates."""
     gradient_norm: float | None = None
     """Before clipping, mean over the step's updates."""
+    value_loss: float | None = None
+    """The critic's loss, mean over its updates of the step; None without a critic."""
+    value_clip_fraction: float | None = None
+    """Share of tokens whose value left the critic's clip range."""
+    value_explained_variance: float | None = None
+    """Of the returns, by the values before the updates: 1 is a perfect critic, 0 no better than a constant."""
     clip_fraction: float | None = None
     """Share of tokens whose ratio was clipped."""
     learning_rate: float | None = None
