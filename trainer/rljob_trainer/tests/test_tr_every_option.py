@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -42,7 +43,7 @@ REWARDS = [
     [1.0, 0.0, 0.25, 1.0],
     [0.5, 0.5, 0.5, 0.5],  # constant: DAPO drops it
     [0.0, 1.0, 0.75, 0.0],
-    [2.0, 0.0, 0.0, 0.5],
+    [2.0, 2.0, 2.0, 2.0],
     [0.0, 0.3, 1.0, 0.6],
 ]
 REWARD = {"functions": [{"type": "GSM8K", "name": "a"}, {"type": "Regex", "name": "b", "pattern": "x", "weight": 0.5}]}
@@ -99,7 +100,7 @@ def fingerprint(policy: PolicyModel, world: list[list[Any]], algorithm: dict[str
     stream = iter(world)
 
     def draw(count: int) -> list[Any]:
-        return [group[0].row for group, _ in zip(stream, range(count), strict=False)]
+        return [group[0].row for group in itertools.islice(stream, count)]
 
     def roll_out(rows: list[Any]) -> list[Any]:
         wanted = {row.uid for row in rows}
@@ -118,7 +119,7 @@ def fingerprint(policy: PolicyModel, world: list[list[Any]], algorithm: dict[str
 
 
 KL_LOSS: dict[str, Any] = {"kl": {"placement": "Loss", "coefficient": 0.5}}
-KL_REWARD: dict[str, Any] = {"kl": {"placement": "Reward", "coefficient": 0.5, "estimator": "K1"}}
+KL_REWARD: dict[str, Any] = {"kl": {"placement": "Reward", "coefficient": 0.5}}
 ADAPTIVE: dict[str, Any] = {"kl": KL_REWARD["kl"] | {"controller": {"type": "Adaptive"}}}
 TOKEN: dict[str, Any] = {"rolloutCorrection": {"level": "Token"}}
 
@@ -142,7 +143,10 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kl.coefficient": (KL_LOSS, {"kl": {"placement": "Loss", "coefficient": 0.1}}),
     "kl.estimator": (KL_LOSS, {"kl": {"placement": "Loss", "coefficient": 0.5, "estimator": "K2"}}),
     "kl.controller.type": (KL_REWARD, ADAPTIVE),
-    "kl.controller.target": (ADAPTIVE, {"kl": ADAPTIVE["kl"] | {"controller": {"type": "Adaptive", "target": 1e-6}}}),
+    "kl.controller.target": (
+        {"kl": ADAPTIVE["kl"] | {"controller": {"type": "Adaptive", "target": 1000}}},
+        {"kl": ADAPTIVE["kl"] | {"controller": {"type": "Adaptive", "target": 1e-9}}},
+    ),
     "kl.controller.horizonSamples": (
         ADAPTIVE,
         {"kl": ADAPTIVE["kl"] | {"controller": {"type": "Adaptive", "horizonSamples": 50}}},
@@ -190,7 +194,7 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rolloutCorrection.floor": (TOKEN, {"rolloutCorrection": {"level": "Token", "floor": 0.9}}),
     "rolloutCorrection.normalize": (TOKEN, {"rolloutCorrection": {"level": "Token", "normalize": True}}),
     "rolloutCorrection.bypassOldLogProbs": ({}, {"rolloutCorrection": {"bypassOldLogProbs": True}}),
-    "rolloutCorrection.rejection.statistic": (reject(upper=0.05, statistic="K2"), reject(upper=0.05, statistic="K3")),
+    "rolloutCorrection.rejection.statistic": (reject(upper=0.04, statistic="K2"), reject(upper=0.04, statistic="K3")),
     "rolloutCorrection.rejection.scope": (reject(), reject(scope="SequenceSum")),
     "rolloutCorrection.rejection.upper": ({}, reject()),
     "rolloutCorrection.rejection.lower": (reject(), reject(lower=0.9)),

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.timeout(600)
 
 WORLD_SIZES = (1, 2, 4)
 SPLITS = (1, 2, 8)
+FULL_GRID = ("PPOClip", "GSPO", "SequenceMeanTokenMean", "bypass")
+"""The rest is compared at both ends: one micro-batch on one rank, eight on four ranks."""
 NUM_ROWS = 19  # no world size and no split divides it
 OPTIONS = PolicyLossOptions(clip_low=0.05, clip_high=0.1)
 LOSSES: dict[str, LossSettings] = {
@@ -47,6 +49,14 @@ LOSSES: dict[str, LossSettings] = {
 LOSSES["bypass"] = make_loss(
     policy_loss=PolicyLoss.GPG, bypass_correction=CorrectionOptions(level=RolloutCorrectionLevel.SEQUENCE)
 )
+
+GRID = [
+    (name, world_size, split)
+    for name in LOSSES
+    for world_size in WORLD_SIZES
+    for split in SPLITS
+    if name in FULL_GRID or (world_size, split) in ((1, 1), (4, 8))
+]
 
 
 def make_corrected_rows() -> list[TrainRow]:
@@ -115,9 +125,9 @@ def run_rank(rank: int, rendezvous: Any, world_size: int, source: str, directory
     shard_policy(policy, init_device_mesh("cpu", (world_size,)), DType.FLOAT32, recompute_blocks=False)
     optimizer = build_optimizer(policy, Training(weight_decay=0.0))
     found = {
-        (name, split): compute_gradients(policy, optimizer, settings, split)
-        for name, settings in LOSSES.items()
-        for split in SPLITS
+        (name, split): compute_gradients(policy, optimizer, LOSSES[name], split)
+        for name, size, split in GRID
+        if size == world_size
     }
     if rank == 0:
         torch.save(found, Path(directory) / f"world-{world_size}.pt")
@@ -149,8 +159,8 @@ def gradients(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict
 def test_the_gradient_depends_on_neither_split_nor_world_size(gradients, name):
     expected = gradients[1][name, 1]
     assert any(gradient.abs().max() > 0 for gradient in expected.values())
-    for world_size in WORLD_SIZES:
-        for split in SPLITS:
+    for other, world_size, split in GRID:
+        if other == name:
             assert_same_gradient(gradients[world_size][name, split], expected)
 
 
