@@ -47,6 +47,7 @@ class EngineProcesses:
         _ignore_sigquit()
         self._build = build
         self._output = ChildOutput()
+        others = set(list_descendants(os.getpid()))
         self._started: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="sglang-engine", daemon=True)
         self._thread.start()
@@ -58,7 +59,7 @@ class EngineProcesses:
             raise EngineDied(
                 f"SGLang engine: not ready within {timeout_seconds:.0f} s\n{self._last_lines()}"
             ) from error
-        self._family = list_descendants(os.getpid())
+        self._family = sorted(set(list_descendants(os.getpid())) - others)
         pids = set(self.engine.get_all_child_pids())
         self._watched = [(pid, started) for pid, started in self._family if pid in pids]
         atexit.unregister(self.engine.shutdown)  # it kills all children of this process, whoever's they are

@@ -43,3 +43,13 @@ class TestVLLM(EngineConformance):
         lambda: create_adapter(Engine.VLLM),
         architectures=("qwen2-untied", "qwen3-tied", "llama3-untied"),
     )
+
+
+class TestSGLang(EngineConformance):
+    pytestmark = needs("sglang")
+    traits = Traits(
+        "SGLang",
+        lambda: create_adapter(Engine.SGLANG),
+        architectures=("qwen2-untied", "qwen3-tied", "llama3-untied"),
+        no_seeds="SGLang has seeds per request in its deterministic mode only, which its CPU build has not",
+    )
