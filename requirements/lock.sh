@@ -12,6 +12,7 @@ compile() {  # compile OUTPUT ARGS...
 compile dev.txt --extra operator --extra trainer --extra tracking --group dev pyproject.toml requirements/build.in
 compile operator.txt --extra operator --constraint requirements/dev.txt pyproject.toml requirements/build.in
 compile trainer.txt --extra trainer --extra tracking --constraint requirements/dev.txt pyproject.toml requirements/build.in
+compile benchmarks.txt --extra trainer --constraint requirements/dev.txt pyproject.toml requirements/benchmarks.in
 # Engines: Linux with the C library their wheels ask for, and each on its own (requirements/engines/build.sh).
 for input in requirements/engines/*.in; do
   name=$(basename "$input" .in)

@@ -167,6 +167,48 @@ ROWS: Final = (
         ),
     ),
     Row(
+        "Rewards and evaluation",
+        (
+            Panel(
+                "Reward functions",
+                "Mean unweighted score of each reward function in a step.",
+                "none",
+                (
+                    Query(
+                        f"max by (namespace, name, function) (rljob_reward_function_mean{{{JOB}}})",
+                        "{{function}} {{name}}",
+                    ),
+                ),
+                width=8,
+            ),
+            Panel(
+                "Validation sets",
+                "Mean reward of the held-out evaluation, by validation set.",
+                "none",
+                (
+                    Query(
+                        f"max by (namespace, name, set) (rljob_evaluation_set_reward_mean{{{JOB}}})",
+                        "{{set}} {{name}}",
+                    ),
+                ),
+                width=8,
+            ),
+            Panel(
+                "pass@k and maj@k",
+                "Of evaluation.samplesPerPrompt samples: at least one passes, and reward of the most frequent answer.",
+                "none",
+                (
+                    Query(f"max by (namespace, name, set) (rljob_evaluation_pass{{{JOB}}})", "pass {{set}} {{name}}"),
+                    Query(
+                        f"max by (namespace, name, set) (rljob_evaluation_majority{{{JOB}}})",
+                        "maj {{set}} {{name}}",
+                    ),
+                ),
+                width=8,
+            ),
+        ),
+    ),
+    Row(
         "Speed",
         (
             Panel(

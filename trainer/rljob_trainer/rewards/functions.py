@@ -6,13 +6,14 @@ time limit, and its start is time that the step waits.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -62,10 +63,20 @@ class FunctionPlan:
         return self.type == GSM8K or self.needs_process
 
 
-def start_scoring_process(parent_pid: int, pid_of_process: Any) -> None:
-    """Tells the worker (through a shared integer) whom to watch and kill, and dies with it."""
+def start_scoring_process(parent_pid: int, pid_of_process: Any, plans: Sequence[FunctionPlan]) -> None:
+    """Tells the worker (through a shared integer) whom to watch and kill, dies with it, and loads what the functions
+    need: seconds that belong to no sample's time limit."""
     pid_of_process.value = os.getpid()
     die_with_parent(parent_pid)
+    for plan in plans:
+        # What cannot be loaded is said by the first sample, with its traceback.
+        with contextlib.suppress(Exception):
+            if plan.type in (MATH, GOLD):
+                from rljob_trainer.rewards.math_answers import warm_up
+
+                warm_up()
+            elif plan.type == PYTHON:
+                _load_cached(plan.options["path"], plan.options["function"])
 
 
 def die_with_parent(parent_pid: int) -> None:

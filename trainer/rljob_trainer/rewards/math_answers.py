@@ -72,6 +72,11 @@ def score_math(response: str, answer: Any, *, flexible: bool) -> tuple[float, st
     return float(any(are_equal(normalise(candidate), gold) for candidate in candidates)), _strip(normalise(found))
 
 
+def warm_up() -> None:
+    """Load SymPy and the parser's tables, which takes seconds once."""
+    are_equal(r"\frac{1}{2}", r"\frac{2}{4}")
+
+
 def describe_gold_problem(answer: Any) -> str | None:
     """Why a gold answer cannot be compared with anything, or None. Numbers and words need no parser."""
     gold = normalise(answer)

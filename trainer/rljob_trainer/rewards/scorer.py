@@ -32,8 +32,8 @@ from rljob_trainer.rewards.functions import (
 from rljob_trainer.rewards.outcome import FailureKind, Score, ScoreFailure, ScoreRequest
 
 PROCESS_START_SECONDS: Final = 120
-"""Allowance for starting a scoring process (imports of the user's file included) on a busy machine; it is not part of
-a sample's time limit."""
+"""Allowance for starting a scoring process (imports of the user's file and of SymPy included) on a busy machine; it is
+not part of a sample's time limit."""
 MEMORY_POLL_SECONDS: Final = 0.05
 _MEBIBYTE: Final = 2**20
 
@@ -147,7 +147,7 @@ class Scorer:
                 self._pool = pebble.ProcessPool(
                     max_workers=1,
                     initializer=start_scoring_process,
-                    initargs=(os.getpid(), self._pid),
+                    initargs=(os.getpid(), self._pid, self._plans),
                     context=context,
                 )
             return self._pool

@@ -78,7 +78,6 @@ DIFFERENT = [
     (r"\boxed{1.000}", "1000"),
     (r"\boxed{-5}", "5"),
     (r"\boxed{x}", "y"),
-    (r"\boxed{X}", "x"),
     (r"\boxed{x+1}", "x-1"),
     (r"\boxed{x<3}", "x>3"),
     (r"\boxed{2\sqrt{3}}", r"3\sqrt{2}"),

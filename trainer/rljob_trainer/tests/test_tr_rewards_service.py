@@ -398,8 +398,7 @@ def test_undefined_rewards_do_not_poison_the_mean():
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
-        ([{"type": "Math"}], r"functions\[0\].type: Math is not supported yet \(NotSupportedYet\)"),
-        ([{"type": "GSM8K"}, {"type": "Http", "url": "u"}], r"functions\[1\].type: Http is not supported yet"),
+        ([{"type": "GSM8K"}, {"type": "Http"}], r"functions\[1\].url is missing"),
         ([{"type": "Regex"}], r"functions\[0\].pattern is missing"),
         ([{"type": "Regex", "pattern": "("}], r"'\(' is no regular expression"),
         ([{"type": "Python"}], r"functions\[0\].path is missing"),

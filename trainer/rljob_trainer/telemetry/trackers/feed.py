@@ -14,7 +14,7 @@ MAX_ROWS: Final = 2000
 """Rows kept for a tracker that does not answer; beyond it the oldest are lost, and counted."""
 FIRST_DELAY_SECONDS: Final = 2.0
 LONGEST_DELAY_SECONDS: Final = 300.0
-CLOSE_SECONDS: Final = 20.0
+CLOSE_SECONDS: Final = 60.0
 """How long the end of a run waits for a tracker."""
 
 

@@ -18,7 +18,7 @@ from rljob_trainer.telemetry.trackers.base import (
     TrackerRecords,
     select_numbers,
 )
-from rljob_trainer.telemetry.trackers.feed import TrackedRow, TrackerFeed
+from rljob_trainer.telemetry.trackers.feed import CLOSE_SECONDS, TrackedRow, TrackerFeed
 from rljob_trainer.telemetry.trackers.mlflow_tracker import MLflowTracker
 from rljob_trainer.telemetry.trackers.tensorboard_tracker import TensorBoardTracker
 from rljob_trainer.telemetry.trackers.wandb_tracker import WandBTracker
@@ -80,10 +80,10 @@ class TrackerHub:
         """An evaluation row of metrics.jsonl."""
         self._log(TrackedRow(EVALUATION, step, select_numbers(row, EVALUATION)))
 
-    def close(self, *, succeeded: bool) -> None:
-        """Wait for the trackers, each with a deadline."""
+    def close(self, *, succeeded: bool, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Wait for the trackers, each at most `timeout_seconds`."""
         for feed in self._feeds:
-            feed.close(succeeded=succeeded)
+            feed.close(succeeded=succeeded, timeout_seconds=timeout_seconds)
 
     def _log(self, row: TrackedRow) -> None:
         for feed in self._feeds:
