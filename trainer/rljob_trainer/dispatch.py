@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +14,9 @@ from rljob_api.contract import ResolvedJob
 from rljob_trainer.batching import BatchPlan, plan_batches
 from rljob_trainer.distributed.cluster import CONTROL_GROUP, Cluster
 from rljob_trainer.distributed.waiting import Actor, iterate_streams, wait_for_all
+from rljob_trainer.engines.contract import MemoryTag
 from rljob_trainer.errors import EngineDied
+from rljob_trainer.memory_plan import GIB
 from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics, ValueMetrics, count_trainable, split_rows
 
 STORAGE_TIMEOUT_SECONDS: Final = 3600.0
@@ -33,6 +36,7 @@ class Dispatcher:
         """Neighbouring ranks that work on the same rows."""
         self._probe: Any = None
         self._progress_seen = -1
+        self._offloads_engine: bool | None = None
 
     def compute_log_probs(
         self, rows: Sequence[TrainRow], *, reference: bool, with_sum_pi_squared: bool = False
@@ -94,36 +98,82 @@ class Dispatcher:
         )
         return metrics[0]
 
-    def sync_weights(self, version: int) -> None:
-        """Stream buckets from the first rank of each node to the engines there, then switch versions.
+    def make_room(self) -> None:
+        """Before a training phase: where the memory plan says that engine and trainer take turns, the engines leave
+        the GPUs. Returns when all have, and notes what each rank found free: a card that is fuller than the others
+        shows here, not as the engine's complaint about unbalanced memory."""
+        if not self._takes_turns():
+            return
+        tags = [MemoryTag.KV_CACHE, MemoryTag.WEIGHTS]
+        self._cluster.call_engines("offload", tags, timeout_seconds=ENGINE_CALL_SECONDS)
+        free = self._cluster.call_ranks("get_free_bytes", timeout_seconds=ENGINE_CALL_SECONDS)
+        print("free GPU memory for training: " + ", ".join(f"{value / GIB:.1f} GiB" for value in free), flush=True)
+
+    def _takes_turns(self) -> bool:
+        if self._offloads_engine is None:
+            self._offloads_engine = any(self._cluster.call_ranks("plans_turns", timeout_seconds=ENGINE_CALL_SECONDS))
+        return self._offloads_engine
+
+    def sync_weights(self, version: int, *, bucket_bytes: int | None = None) -> None:
+        """Stream buckets from the ranks to the engines, then switch versions.
+
+        On GPUs each rank of an engine's tensor parallel group gives its own copy, which never leaves its card; on CPUs
+        the first rank of a node gives one for all engines there.
+
+        Args:
+            version: of the weights.
+            bucket_bytes: another bucket size than the default.
 
         Raises:
-            EngineDied: an engine refused a bucket or reports another version.
+            EngineDied: an engine refused a bucket or reports another version. TransientError: a rank is lost or late.
         """
         cluster = self._cluster
-        cluster.call_engines("begin_update", version, timeout_seconds=ENGINE_CALL_SECONDS)
-        leaders = {id(actor) for actor in cluster.leaders()}
+        if self._takes_turns():
+            # What the update left in the allocator's cache is what the engine needs now.
+            cluster.call_ranks("release_cached_memory", timeout_seconds=ENGINE_CALL_SECONDS)
+            cluster.call_engines("begin_update", version, timeout_seconds=ENGINE_CALL_SECONDS)
+        sources = self._choose_sources()
+        publishers = {id(rank) for ranks in sources for rank in ranks}
         streams = {
-            actor.handle.stream_weights.options(
+            rank.handle.stream_weights.options(
                 num_returns="streaming", _generator_backpressure_num_objects=BUCKETS_IN_FLIGHT
-            ).remote(id(actor) in leaders): actor
-            for actor in cluster.ranks
+            ).remote(id(rank) in publishers, bucket_bytes): rank
+            for rank in cluster.ranks
         }
-        in_flight: dict[str, dict[Any, Actor]] = {}
-        for leader, bucket in iterate_streams(
+        if not self._takes_turns():
+            # The first gather runs while the engines get ready.
+            cluster.call_engines("begin_update", version, timeout_seconds=ENGINE_CALL_SECONDS)
+        arrived: list[dict[int, deque[Any]]] = [{id(rank): deque() for rank in ranks} for ranks in sources]
+        in_flight: dict[int, dict[Any, Actor]] = {}
+        for rank, bucket in iterate_streams(
             streams, timeout_seconds=self._collective_seconds, what="weight sync", poll=self._poll_progress
         ):
-            # The previous bucket must have arrived before the next is handed on: two at most in the object store.
-            self._wait_for_engines(in_flight.pop(leader.node_id, {}))
-            in_flight[leader.node_id] = {
-                engine.handle.update.remote(bucket): engine
-                for engine in cluster.engines_by_node.get(leader.node_id, [])
-            }
+            for index, queues in enumerate(arrived):
+                if id(rank) not in queues:
+                    continue
+                queues[id(rank)].append(bucket)
+                if not all(queues.values()):
+                    continue
+                # The previous bucket must have arrived before the next is handed on, so that few exist at a time.
+                self._wait_for_engines(in_flight.pop(index, {}))
+                buckets = [queue.popleft() for queue in queues.values()]
+                engine = cluster.engines[index]
+                in_flight[index] = {engine.handle.update.remote(*buckets): engine}
         for acknowledgements in in_flight.values():
             self._wait_for_engines(acknowledgements)
+        if any(queue for queues in arrived for queue in queues.values()):
+            raise EngineDied("weight sync: the ranks of an engine streamed different numbers of buckets")
         versions = cluster.call_engines("end_update", timeout_seconds=ENGINE_CALL_SECONDS)
         if any(found != version for found in versions):
             raise EngineDied(f"weight sync: engines report versions {versions}, expected {version}")
+
+    def _choose_sources(self) -> list[list[Actor]]:
+        """Per engine, the ranks whose buckets it takes, in tensor parallel order."""
+        cluster = self._cluster
+        if self._job.layout.gpus_per_node:
+            return [[cluster.ranks[rank] for rank in ranks] for ranks in cluster.engine_ranks]
+        leaders = {leader.node_id: leader for leader in cluster.leaders()}
+        return [[leaders[engine.node_id]] for engine in cluster.engines]
 
     def load(self, path: Path) -> None:
         """Load a checkpoint on all ranks."""
