@@ -6,6 +6,7 @@ or the place the job runs. Nothing the user set is changed.
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from typing import Final
 
@@ -47,6 +48,12 @@ def compute_world_size(cluster: Cluster) -> int:
 def compute_longest_sequence_tokens(spec: RLJobSpec) -> int:
     """The longest prompt plus the longest response, in tokens."""
     return spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+
+
+def count_drawn_prompts(spec: RLJobSpec) -> int:
+    """Prompts that a step starts: `promptsPerStep`, and with `overSample` above 1 those whose slowest are aborted."""
+    # The product of two decimals such as 1.1 x 10 is a little above 11.
+    return math.ceil(spec.training.prompts_per_step * spec.rollout.over_sample - 1e-9)
 
 
 def compute_layout(spec: RLJobSpec) -> Layout:

@@ -218,7 +218,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         lambda spec: spec.rollout.placement is Placement.SEPARATE,
         "use Colocated",
     ),
-    Feature("spec.rollout.overSample", "more than 1", lambda spec: spec.rollout.over_sample > 1, "use 1.0"),
+    Feature("spec.rollout.overSample", "more than 1", lambda spec: spec.rollout.over_sample > 1, "use 1.0", built=True),
     *(
         Feature("spec.reward.functions[].type", str(kind), _uses_reward(kind), "use GSM8K, Math or Http", built)
         for kind, built in _REWARDS.items()

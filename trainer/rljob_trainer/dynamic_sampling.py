@@ -29,6 +29,8 @@ class CollectedBatch:
     """Groups without a signal that are not trained on."""
     num_surplus_groups: int = 0
     """Groups with a signal beyond the batch size; they are not trained on either."""
+    num_aborted_groups: int = 0
+    """Groups that `rollout.overSample` started and did not wait for; their prompts come again in the next epoch."""
 
     @property
     def rows(self) -> list[PromptRow]:
@@ -42,6 +44,7 @@ def collect_batch(
     *,
     draw: Callable[[int], list[PromptRow]],
     roll_out: Callable[[list[PromptRow]], list[ScoredSample]],
+    num_drawn: int | None = None,
 ) -> CollectedBatch:
     """Roll out until `num_prompts` groups have different rewards, at most `maxRefills` extra rounds.
 
@@ -52,11 +55,13 @@ def collect_batch(
         num_prompts: groups of a step.
         sampling: DAPO's dynamic sampling; None or disabled: one round, whatever its groups look like.
         draw: the next prompts of the data order; it may return a prompt again where an epoch ends within the step.
-        roll_out: generates and scores the groups of prompts.
+        roll_out: generates and scores the groups of prompts; of more than `num_prompts`, the first to be complete.
+        num_drawn: prompts to start where sampling is not dynamic; default `num_prompts`.
     """
     if sampling is None or not sampling.enabled:
-        samples = roll_out(draw(num_prompts))
-        return CollectedBatch(samples, samples)
+        rows = draw(num_drawn or num_prompts)
+        samples = roll_out(rows)
+        return CollectedBatch(samples, samples, num_aborted_groups=len(rows) - len(split_groups(samples)))
     informative: list[Group] = []
     constant: list[Group] = []
     seen: set[str] = set()

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rljob_api.contract import ResolvedJob
+from rljob_api.resolve import count_drawn_prompts
 from rljob_trainer.data import (
     PromptDataset,
     PromptRow,
@@ -74,7 +75,7 @@ def load_inputs(job: ResolvedJob, note: Callable[[str], None]) -> Inputs:
             )
     demonstrations = load_supervised_rows(spec.warm_start, spec.data, tokenizer, show=note) if spec.warm_start else []
     seed = spec.training.seed if spec.data.shuffle_seed is None else spec.data.shuffle_seed
-    sampler = PromptSampler(len(train.rows), spec.training.prompts_per_step, seed)
+    sampler = PromptSampler(len(train.rows), count_drawn_prompts(spec), seed)
     note(sampler.describe())
     return Inputs(
         tokenizer=tokenizer,

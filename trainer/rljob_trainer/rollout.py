@@ -54,6 +54,8 @@ class RolloutPlan:
     timeout_seconds: float
     label: str = ""
     """Tells plans over the same prompts apart (ReMax's greedy responses)."""
+    num_groups: int | None = None
+    """Of `rows`: the first groups to be complete are kept, the others aborted. Default: all."""
 
 
 class RolloutRunner:
@@ -70,7 +72,7 @@ class RolloutRunner:
     def generate(
         self, plan: RolloutPlan, *, on_samples: Callable[[int], None], poll: Callable[[], None]
     ) -> dict[str, GeneratedGroup]:
-        """Groups by prompt uid; rewards are being computed when it returns.
+        """Groups by prompt uid; rewards are being computed when it returns. The engines are idle then.
 
         Raises:
             EngineDied: an engine is gone or late. StopRequested: from `poll`; running samples are aborted.
@@ -81,31 +83,38 @@ class RolloutRunner:
         ]
         rows = {row.uid: row for row in plan.rows}
         streams = {
-            engine.handle.generate.options(num_returns="streaming").remote(
-                requests[index :: len(engines)], plan.params
-            ): engine
-            for index, engine in enumerate(engines)
-            if requests[index :: len(engines)]
+            engine.handle.generate.options(num_returns="streaming").remote(share, plan.params): engine
+            for engine, share in zip(engines, share_requests(requests, len(engines)), strict=True)
+            if share
         }
+        num_wanted = len(requests) if plan.num_groups is None else plan.num_groups
         groups: dict[str, GeneratedGroup] = {}
         try:
             for engine, reference in iterate_streams(
                 streams, timeout_seconds=plan.timeout_seconds, what="rollout", poll=poll
             ):
                 group: GeneratedGroup = get_value(reference, engine, FETCH_SECONDS)
+                if len(groups) == num_wanted:
+                    continue  # of the tail that was aborted
                 groups[group.uid] = group
                 self._submit(plan, rows[group.uid], group)
                 on_samples(len(group.samples))
+                if len(groups) == num_wanted < len(requests):
+                    # Not waited for: the streams end with it, within the deadline of the rollout.
+                    self._abort_all()
         except StopRequested:
-            for engine in engines:
-                engine.handle.abort_all.options(concurrency_group=CONTROL_GROUP).remote()
+            self._abort_all()
             raise
-        missing = [row.uid for row in plan.rows if row.uid not in groups]
-        if missing:
+        if len(groups) < num_wanted:
+            missing = [row.uid for row in plan.rows if row.uid not in groups]
             raise EngineDied(
                 f"rollout: engines returned no samples for {len(missing)} prompts, for example {missing[0]}"
             )
         return groups
+
+    def _abort_all(self) -> None:
+        for engine in self._cluster.engines:
+            engine.handle.abort_all.options(concurrency_group=CONTROL_GROUP).remote()
 
     def collect(
         self, plan: RolloutPlan, groups: dict[str, GeneratedGroup], *, poll: Callable[[], None]
@@ -119,7 +128,9 @@ class RolloutRunner:
             self._wait_for_rewards(poll)
         samples: list[ScoredSample] = []
         for row in plan.rows:
-            group = groups[row.uid]
+            group = groups.get(row.uid)
+            if group is None:
+                continue  # aborted: another prompt was faster
             for index, (sample, text) in enumerate(zip(group.samples, self._decode(group), strict=True)):
                 samples.append(
                     ScoredSample(
@@ -164,6 +175,22 @@ class RolloutRunner:
             [sample.token_ids for sample in group.samples], skip_special_tokens=True
         )
         return texts
+
+
+def share_requests(requests: Sequence[GenerateRequest], num_engines: int) -> list[list[GenerateRequest]]:
+    """One list per engine: whole groups, so that a prompt's prefix is computed once, the longest first.
+
+    Each goes to the engine with the fewest samples, then the fewest prompt tokens, so far. What starts last decides
+    when a rollout ends; a long one must not be it.
+    """
+    shares: list[list[GenerateRequest]] = [[] for _ in range(num_engines)]
+    loads = [(0, 0)] * num_engines
+    for request in sorted(requests, key=lambda request: -len(request.prompt_ids)):
+        engine = min(range(num_engines), key=lambda index: (*loads[index], index))
+        shares[engine].append(request)
+        num_samples, num_tokens = loads[engine]
+        loads[engine] = (num_samples + request.num_samples, num_tokens + len(request.prompt_ids))
+    return shares
 
 
 def _sample_id(plan: RolloutPlan, uid: str, index: int) -> str:

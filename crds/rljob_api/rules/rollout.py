@@ -101,6 +101,18 @@ def check_sampling(context: RuleContext) -> Iterable[Finding]:
         )
 
 
+def check_over_sample(context: RuleContext) -> Iterable[Finding]:
+    """Dynamic sampling draws as many prompts as it needs; more of them on top would have no effect."""
+    over_sample, sampling = context.spec.rollout.over_sample, context.algorithm.dynamic_sampling
+    if over_sample > 1 and sampling is not None and sampling.enabled:
+        yield make_error(
+            "spec.rollout.overSample",
+            f"{over_sample} has no effect with spec.algorithm.dynamicSampling, which draws prompts by need; use 1.0, "
+            "or dynamicSampling: {enabled: false}",
+            FindingReason.CONFLICT,
+        )
+
+
 def check_engine_args(context: RuleContext) -> Iterable[Finding]:
     """Arguments that another field decides, and arguments for an engine that takes none."""
     rollout = context.spec.rollout
@@ -143,6 +155,7 @@ ROLLOUT_RULES: Final[tuple[Rule, ...]] = (
     check_engine_device,
     check_native_fields,
     check_sampling,
+    check_over_sample,
     check_engine_args,
     check_scheduler_budget,
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from rljob_api.findings import Finding, FindingReason, make_error, make_warning
+from rljob_api.resolve import count_drawn_prompts
 from rljob_api.rules.context import Rule, RuleContext, find_nearest, is_changed, list_divisors
 from rljob_api.v1alpha1.rollout import Engine, Schedule
 
@@ -247,14 +248,15 @@ def check_context_length(context: RuleContext) -> Iterable[Finding]:
 
 def check_train_rows(context: RuleContext) -> Iterable[Finding]:
     """An epoch must hold a step, and should not lose many rows (7,473 GSM8K rows with 4096 prompts lose 45 %)."""
-    num_rows, prompts = context.num_train_rows, context.spec.training.prompts_per_step
+    num_rows, prompts = context.num_train_rows, count_drawn_prompts(context.spec)
     path = "spec.training.promptsPerStep"
     if num_rows is None:
         return
     if prompts > num_rows:
         yield make_error(
             path,
-            f"{prompts} is more than the {num_rows} training prompts; use {num_rows} or less",
+            f"{prompts} is more than the {num_rows} training prompts; use {num_rows} or less"
+            + (" without rollout.overSample" if context.spec.rollout.over_sample > 1 else ""),
             FindingReason.CONFLICT,
         )
         return

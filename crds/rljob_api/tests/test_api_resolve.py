@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rljob_api.catalogue import DEFAULT_CATALOGUE, Catalogue, CatalogueError, load_catalogue
 from rljob_api.contract import ResolvedJob
 from rljob_api.quantity import format_bytes, parse_quantity
-from rljob_api.resolve import compute_layout, compute_shared_memory, resolve_job, resolve_spec
+from rljob_api.resolve import compute_layout, compute_shared_memory, count_drawn_prompts, resolve_job, resolve_spec
 from rljob_api.targets import Target
 from rljob_api.testing import make_job
 from rljob_api.v1alpha1 import Engine, IPFamily, RLJobSpec
@@ -19,6 +19,12 @@ from rljob_api.v1alpha1 import Engine, IPFamily, RLJobSpec
 
 def resolve(changes: dict[str, Any] | None = None, target: Target = Target.KUBERNETES) -> RLJobSpec:
     return resolve_spec(make_job(changes).spec, DEFAULT_CATALOGUE, target)
+
+
+@pytest.mark.parametrize(("prompts", "factor", "drawn"), [(7, 1.0, 7), (10, 1.1, 11), (64, 1.25, 80), (3, 1.5, 5)])
+def test_over_sampling_starts_more_prompts(prompts: int, factor: float, drawn: int) -> None:
+    spec = make_job({"training.promptsPerStep": prompts, "rollout.overSample": factor}).spec
+    assert count_drawn_prompts(spec) == drawn
 
 
 def look_up(spec: RLJobSpec, path: str) -> Any:

@@ -49,7 +49,8 @@ class Rollout(ApiModel):
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """Share of GPU memory for the engine's weights and KV cache."""
     over_sample: Annotated[float, Field(ge=1, le=10)] = 1.0
-    """Start this many times the needed samples and abort the slowest."""
+    """Start this many times `promptsPerStep` groups, train on the first to be complete and abort the others, whose
+    prompts come again in the next epoch. Saves the wait for the longest responses, and favours short ones."""
     max_concurrent_samples: PositiveInt32 | None = None
     """Sequences decoded at once per engine; default by engine."""
     timeout_seconds: PositiveInt32 = 3600

@@ -24,8 +24,9 @@ class PromptSampler:
         """Raises ConfigurationError when there are fewer rows than one step needs."""
         if num_rows < prompts_per_step:
             raise ConfigurationError(
-                f"spec.training.promptsPerStep: {prompts_per_step} prompts per step, but only {num_rows} usable "
-                f"rows in spec.data.train; use promptsPerStep <= {num_rows}, or more data"
+                f"spec.training.promptsPerStep: a step takes {prompts_per_step} prompts (promptsPerStep x "
+                f"rollout.overSample), but only {num_rows} usable rows are in spec.data.train; use promptsPerStep <= "
+                f"{num_rows} without overSample, or more data"
             )
         self._num_rows = num_rows
         self._prompts_per_step = prompts_per_step

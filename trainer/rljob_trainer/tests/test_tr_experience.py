@@ -61,6 +61,22 @@ def test_without_dynamic_sampling_a_step_is_one_round(sampling):
     assert len(batch.rows) == 4
 
 
+def test_over_sampling_draws_more_and_counts_what_was_aborted():
+    sampler = PromptSampler(NUM_ROWS, 6, seed=0)
+    drawn: list[str] = []
+
+    def roll_out(rows: list[PromptRow]) -> list[Any]:
+        drawn.extend(row.uid for row in rows)
+        return [make_sample(row.uid, index, reward=1.0) for row in rows[2:] for index in range(2)]
+
+    batch = collect_batch(
+        4, None, draw=lambda n: [make_row(i) for i in sampler.take(n)], roll_out=roll_out, num_drawn=6
+    )
+    assert len(drawn) == 6
+    assert list_uids(batch) == drawn[2:]
+    assert batch.num_aborted_groups == 2
+
+
 def test_constant_groups_are_replaced_by_other_prompts():
     order = PromptSampler(NUM_ROWS, 4, seed=0).take(4)
     informative = set(range(NUM_ROWS)) - set(order[:2])
