@@ -38,9 +38,7 @@ def compute_engine_checksum(processes: Any, settings: EngineSettings) -> int:
         shards = _load_shards(Path(directory), settings.tensor_parallel_size)
     config = load_config(settings.model_source, settings.model_revision)
     shapes = read_parameter_shapes(settings.model_source, settings.model_revision)
-    tensors = dict(
-        unfuse(shards, shapes, num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads)
-    )
+    tensors = dict(unfuse(shards, shapes, num_kv_heads=config.num_key_value_heads))
     missing = sorted(set(shapes) - set(tensors))
     if missing:
         raise EngineDied(f"SGLang engine: holds no {missing[0]!r} ({len(missing)} parameters not found)")
