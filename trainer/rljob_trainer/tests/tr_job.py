@@ -37,7 +37,7 @@ def build_job(
         "tracking": {},
     }
     for name, values in sections.items():
-        document[name] = document[name] | values
+        document[name] = document.get(name, {}) | values
     job = RLJob.model_validate({"metadata": {"name": "tiny"}, "spec": document | (spec or {})})
     resolved = resolve_job(
         job,
