@@ -219,6 +219,7 @@ class _HttpFunction:
         return read_body(response.status, data.decode("utf-8", "replace"), response.headers.get("Retry-After"))
 
     def _read_answer(self, answer: Any, num_samples: int) -> list[Outcome]:
+        entries: Any
         if self._batch_samples == 1:
             entries = [answer]
         else:

@@ -210,7 +210,7 @@ def _read_number(text: str) -> Fraction | None:
 def _count_set_elements(gold: str) -> int:
     """Elements of a gold answer that is a set, else 0."""
     parsed = _parse(gold) if "," in gold else None
-    return len(parsed.args) if type(parsed).__name__ == "FiniteSet" else 0
+    return len(parsed.args) if parsed is not None and type(parsed).__name__ == "FiniteSet" else 0
 
 
 @functools.lru_cache(maxsize=4096)
