@@ -32,6 +32,8 @@ class Payload:
         """The bucket as this process sees it; valid for as long as its tensors are referenced."""
         if isinstance(self.memory, DeviceMemory):
             return Bucket(self.entries, self.memory)
+        if not self.memory.num_bytes:
+            return Bucket(self.entries, np.zeros(0, dtype=np.uint8))  # an empty file cannot be mapped
         with Path(self.memory.path).open("rb") as file:
             mapped = mmap.mmap(file.fileno(), self.memory.num_bytes, prot=mmap.PROT_READ)
         return Bucket(self.entries, np.frombuffer(mapped, dtype=np.uint8))
