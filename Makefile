@@ -30,7 +30,7 @@ lock: $(UV) ## Re-resolve requirements/*.txt from pyproject.toml (hashes, no ind
 
 ##@ Checks
 TOOLCHAIN := $(BIN)/python e2e/cluster/toolchain.py
-SCRIPTS := requirements/lock.sh requirements/engines/build.sh .ci/run .ci/verify
+SCRIPTS := requirements/lock.sh requirements/engines/build.sh requirements/engines/test.sh .ci/run .ci/verify
 # CI=true turns a missing program from a skipped test into a failed one.
 ENVTEST_ASSETS = $$($(TOOLCHAIN) envtest | tail -1)
 
@@ -79,6 +79,12 @@ PYTEST_WORKERS ?= 3
 test: tools ## All tests except end-to-end, learning and engine tests (PYTEST_WORKERS processes)
 	KUBEBUILDER_ASSETS="$(ENVTEST_ASSETS)" \
 	  $(BIN)/pytest -q -m "not e2e and not learning and not engines" --numprocesses $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
+
+ENGINES ?= native vllm
+
+.PHONY: test-engines
+test-engines: venv ## Conformance of real engines, each in its own environment (ENGINES="native vllm sglang-0.5.23 sglang-0.5.16")
+	@for engine in $(ENGINES); do requirements/engines/test.sh $$engine || exit 1; done
 
 .PHONY: test-unit
 test-unit: venv ## Only tests that need no program beside Python

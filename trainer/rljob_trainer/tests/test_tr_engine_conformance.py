@@ -5,13 +5,12 @@ Native runs with all tests. The others need an environment of their own (`make t
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 pytest.register_assert_rewrite("engine_conformance")
 
 from engine_conformance import EngineConformance, Traits  # noqa: E402
+from engine_environment import needs  # noqa: E402
 from tr_tiny import ARCHITECTURES  # noqa: E402
 
 from rljob_api.v1alpha1.rollout import Engine  # noqa: E402
@@ -21,13 +20,6 @@ from rljob_trainer.engines.actor import create_adapter  # noqa: E402
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "architecture" in metafunc.fixturenames:
         metafunc.parametrize("architecture", metafunc.cls.traits.architectures)
-
-
-def needs(package: str) -> list[pytest.MarkDecorator]:
-    return [
-        pytest.mark.engines,
-        pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed here"),
-    ]
 
 
 class TestNative(EngineConformance):

@@ -103,8 +103,8 @@ class FakeLLM:
     async def _collective_rpc(
         self,
         method: str,
-        timeout: float,
-        args: tuple[Any, ...],  # noqa: ASYNC109 - vLLM's
+        timeout: float,  # noqa: ASYNC109 - the name is vLLM's
+        args: tuple[Any, ...],
     ) -> list[Any]:
         assert timeout > 0
         self.calls.append((method, {"args": args}))
