@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rljob_api.v1alpha1.rollout import Schedule, Training
 
@@ -13,13 +15,56 @@ from rljob_api.v1alpha1.rollout import Schedule, Training
 def build_optimizer(module: nn.Module, training: Training) -> torch.optim.AdamW:
     """AdamW over all trainable parameters (decoupled weight decay on every tensor, as verl and TRL do)."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         parameters,
         lr=training.learning_rate,
         betas=(training.adam_beta1, training.adam_beta2),
         weight_decay=training.weight_decay,
         # One kernel over all parameters: a loop over them is bound by launches on small models.
         fused=all(parameter.is_cuda for parameter in parameters) or None,
+    )
+    if training.offload.optimizer:
+        keep_state_on_host(optimizer)
+    return optimizer
+
+
+def keep_state_on_host(optimizer: torch.optim.Optimizer) -> None:
+    """Moments live in host memory (pinned, allocated once) between steps, and on the device of their parameter only
+    during one. Where parameters are in host memory themselves nothing moves."""
+    host: dict[tuple[int, str], Tensor] = {}
+
+    def fetch(*_: Any) -> None:
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    state[name] = _with_local(value, _get_local(value).to(_get_local(parameter).device))
+
+    def store(*_: Any) -> None:
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if not isinstance(value, Tensor) or not value.ndim:
+                    continue  # the step count stays where the kernel wants it
+                local, key = _get_local(value), (id(parameter), name)
+                if key not in host:
+                    host[key] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+                if local.data_ptr() != host[key].data_ptr():
+                    host[key].copy_(local)
+                state[name] = _with_local(value, host[key])
+
+    optimizer.register_step_pre_hook(fetch)
+    optimizer.register_step_post_hook(store)
+
+
+def _get_local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _with_local(like: Tensor, local: Tensor) -> Tensor:
+    """A tensor like `like`, its memory being `local`."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 

@@ -126,7 +126,14 @@ class TrainWorker:
                 add_adapters(policy, lora)
             self._shard(policy)
 
-        policy, why_whole = load_sharded_policy(source, revision, field=field, device=self._device, shard=shard)
+        policy, why_whole = load_sharded_policy(
+            source,
+            revision,
+            field=field,
+            device=self._device,
+            shard=shard,
+            parameter_device=self._parameter_device,
+        )
         if lora is not None:
             initialise_adapters(policy, self._job.spec.training.seed)
         self._note_loading(field, why_whole)

@@ -24,6 +24,7 @@ class Execution:
     recompute_blocks: bool = False
     keep_gathered: bool = False
     keep_logits: bool = False
+    offload_parameters: bool = False
 
 
 def decide_execution(job: ResolvedJob, plan: MemoryPlan | None) -> Execution:
@@ -45,8 +46,17 @@ def decide_execution(job: ResolvedJob, plan: MemoryPlan | None) -> Execution:
     )
     if plan is None:
         recompute = model.gradient_checkpointing is Toggle.ALWAYS
-        return Execution(layout, is_compiled, recompute_blocks=recompute)
-    return Execution(layout, is_compiled, plan.recompute_blocks, plan.keep_gathered, plan.keep_logits)
+        return Execution(
+            layout, is_compiled, recompute_blocks=recompute, offload_parameters=training.offload.parameters
+        )
+    return Execution(
+        layout,
+        is_compiled,
+        plan.recompute_blocks,
+        plan.keep_gathered,
+        plan.keep_logits,
+        training.offload.parameters,
+    )
 
 
 def prepare_model(model: PolicyModel | ValueModel, mesh: DeviceMesh, dtype: DType, execution: Execution) -> None:
@@ -62,4 +72,5 @@ def prepare_model(model: PolicyModel | ValueModel, mesh: DeviceMesh, dtype: DTyp
         dtype,
         recompute_blocks=execution.recompute_blocks,
         keep_gathered=execution.keep_gathered,
+        offload_parameters=execution.offload_parameters,
     )

@@ -86,7 +86,7 @@ class OwnPart:
         """
         if self.exchange is None or self.own_R is None:
             return values_r
-        joined: Tensor = _Join.apply(values_r, self.own_R, self.exchange.group.group)  # type: ignore[no-untyped-call]
+        joined: Tensor = _Join.apply(values_r, self.own_R, self.exchange.group.group)
         return joined
 
 
@@ -162,7 +162,7 @@ class Exchange:
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    received: Tensor = _AllToAll.apply(parts, group)  # type: ignore[no-untyped-call]
+    received: Tensor = _AllToAll.apply(parts, group)
     return received
 
 

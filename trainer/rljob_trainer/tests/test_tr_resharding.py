@@ -227,3 +227,34 @@ def test_storage_that_fills_up_keeps_the_last_good_checkpoint(small_storage):
         files.publish(temporary, step=40, world_size=1, trainer_state={"x": "y" * 200_000}, records=[])
     assert not temporary.exists()
     assert files.find_newest(small_storage, lambda _: None).step == 20
+
+
+def update_with_offload(rank, source, target, offload):
+    """Three updates; where everything lives in between."""
+    training = Training.model_validate({"offload": offload})
+    policy = PolicyModel(load_causal_lm(source))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shard_policy(policy, mesh, DType.FLOAT32, recompute_blocks=False, offload_parameters=training.offload.parameters)
+    optimizer = build_optimizer(policy, training)
+    places = []
+    for seed in (1, 2, 3):
+        update(policy, optimizer, seed)
+        moments = [state["exp_avg"].to_local() for state in optimizer.state.values()]
+        places.append([moment.data_ptr() for moment in moments])
+        assert all(moment.device.type == "cpu" for moment in moments)
+    gathered = gather(policy, optimizer)
+    if rank == 0:
+        torch.save(gathered | {"places": places}, target)
+
+
+@pytest.mark.parametrize(
+    "offload", [{"optimizer": True}, {"parameters": True}, {"optimizer": True, "parameters": True}]
+)
+def test_state_in_host_memory_is_the_same_state(source, tmp_path, offload):
+    run_ranks(update_with_offload, 2, source, str(tmp_path / "plain.pt"), {})
+    run_ranks(update_with_offload, 2, source, str(tmp_path / "offloaded.pt"), offload)
+    plain, offloaded = torch.load(tmp_path / "plain.pt"), torch.load(tmp_path / "offloaded.pt")
+    expected = flatten(plain)
+    for name, tensor in flatten(offloaded).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert offloaded["places"][0] == offloaded["places"][2]  # host memory is allocated once
