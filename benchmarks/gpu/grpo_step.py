@@ -42,7 +42,7 @@ from rljob_trainer.telemetry import Console, TelemetryState
 
 PEAK_FLOPS = 989e12
 """Dense bfloat16 of H100 and H200, without sparsity."""
-SAMPLE_SECONDS = 0.02
+SAMPLE_SECONDS = 0.25
 REWARD_SOURCE = '''
 """Spreads rewards over [0, 1), so that advantages are not zero."""
 
@@ -160,10 +160,17 @@ class Timings:
         self.current = "setup"
         self.steps: list[dict[str, float]] = []
         self.open: dict[str, float] = {}
+        self.phase_started = 0.0
 
     def add(self, phase: str, seconds: float) -> None:
         """Within the step that runs."""
         self.open[phase] = self.open.get(phase, 0.0) + seconds
+
+    def note_group(self) -> None:
+        """When the first and the last group arrived, in seconds after the phase began."""
+        since = time.monotonic() - self.phase_started
+        self.open.setdefault("first group", since)
+        self.open["last group"] = since
 
     def close_step(self, total: float) -> None:
         """The step is over."""
@@ -180,6 +187,11 @@ class TimedReporter(RunReporter):
         """Time of a phase."""
         return _TimedPhase(super().phase(phase), str(phase.value), self.timings)
 
+    def count_samples(self, num_samples: int) -> None:
+        """A group of the rollout has arrived."""
+        self.timings.note_group()
+        super().count_samples(num_samples)
+
     def report_step(self, report: StepReport) -> None:
         """Steps end here."""
         self.timings.close_step(report.seconds)
@@ -193,6 +205,7 @@ class _TimedPhase:
     def __enter__(self) -> Any:
         self._started = time.monotonic()
         self._outer, self._timings.current = self._timings.current, self._name
+        self._timings.phase_started = self._started
         return self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
@@ -217,10 +230,10 @@ class BenchmarkTrainer(Trainer):
         else:
             self._restore_or_warm_start(resume)
         version = self._state.step + 2
-        sizes = {"default bucket": None, "per parameter": 1}
+        sizes = {"default bucket": None, "0.5 GiB": GIB // 2, "4 GiB": 4 * GIB, "per parameter": 1}
         for name, bucket_bytes in sizes.items():
             self.handovers_ms[name] = []
-            for _ in range(self.num_handovers if bucket_bytes is None else 2):
+            for _ in range(self.num_handovers if bucket_bytes != 1 else 2):
                 started = time.monotonic()
                 self._dispatcher.sync_weights(version, bucket_bytes=bucket_bytes)
                 self.handovers_ms[name].append(round(1000 * (time.monotonic() - started), 1))

@@ -140,7 +140,9 @@ def build_arguments(
         "nnodes": settings.num_nodes,
         "node_rank": settings.node_rank,
         "context_length": settings.max_sequence_tokens,
-        "max_running_requests": samples,
+        # One more: while a prompt is prefilled in chunks SGLang counts it twice, and the last of `samples` sequences
+        # would wait until all others have ended, then be decoded alone (0.4 s of 2.2 s, measured).
+        "max_running_requests": samples + 1,
     }
     if settings.rendezvous is not None:
         owned["dist_init_addr"] = settings.rendezvous

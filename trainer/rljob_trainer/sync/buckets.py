@@ -16,8 +16,9 @@ from rljob_trainer.sync.device_memory import DeviceMemory
 
 ALIGNMENT_BYTES: Final = 64
 HOST_BUCKET_BYTES: Final = 256 * 2**20
-DEVICE_BUCKET_BYTES: Final = 2**30
-"""Each bucket costs a few milliseconds of calls and handle mapping, so fewer and larger; two are in flight."""
+DEVICE_BUCKET_BYTES: Final = 2 * 2**30
+"""Each bucket costs a few milliseconds of calls and handle mapping, so fewer and larger; two are in flight. Llama 8B on
+one H200: 200 ms with 0.5 GiB, 119 with 1, 83 with 2, 70 with 4."""
 
 DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
     torch.float32: "float32",

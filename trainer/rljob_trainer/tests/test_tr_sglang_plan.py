@@ -78,7 +78,7 @@ def test_arguments_on_gpus():
         "tp_size": 2,
         "nnodes": 1,
         "context_length": 100,
-        "max_running_requests": 8,
+        "max_running_requests": 9,
         "enable_memory_saver": True,
         "mem_fraction_static": 0.55,
         "cuda_graph_bs_decode": [1, 2, 3, 4, 6, 8],
