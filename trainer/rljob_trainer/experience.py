@@ -121,8 +121,7 @@ def fill_advantages(
             row.trainable = row.trainable and bool(np.isfinite(greedy_rewards[sample.row.uid]))
     mask_BT = torch.zeros(len(rows), max((len(row.response_ids) for row in rows), default=1) or 1, dtype=torch.bool)
     for index, row in enumerate(rows):
-        kept_T = True if row.kept is None else torch.from_numpy(row.kept)
-        mask_BT[index, : len(row.response_ids)] = row.trainable & torch.as_tensor(kept_T)
+        mask_BT[index, : len(row.response_ids)] = torch.from_numpy(row.loss_mask)
     rewards_B = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     penalties_B = _compute_penalties(samples, algorithm, max_response_tokens)
     shaped_B = rewards_B if penalties_B is None else rewards_B + penalties_B
@@ -236,9 +235,9 @@ def compute_explained_variance(rows: Sequence[TrainRow]) -> float | None:
 
     1: the critic knew every return; 0: no better than a constant; below 0: worse. None without varying returns.
     """
-    used = [row for row in rows if row.trainable and row.response_ids]
-    returns = [row.returns for row in used if row.returns is not None]
-    values = [row.values for row in used if row.values is not None]
+    used = [row for row in rows if row.num_trainable_tokens]
+    returns = [row.returns[row.loss_mask] for row in used if row.returns is not None]
+    values = [row.values[row.loss_mask] for row in used if row.values is not None]
     if not returns or len(returns) != len(values):
         return None
     returns_N = np.concatenate(returns).astype(np.float64)

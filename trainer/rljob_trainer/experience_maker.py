@@ -103,10 +103,7 @@ class ExperienceMaker:
         lengths = [len(row.response_ids) for row in rows]
         log_probs = np.concatenate(self._dispatcher.compute_log_probs(rows, reference=False))
         old = [row.old_log_probs for row in rows if row.old_log_probs is not None]
-        mask = [
-            np.full(len(row.response_ids), row.trainable) if row.kept is None else row.kept & row.trainable
-            for row in rows
-        ]
+        mask = [row.loss_mask for row in rows]
         selected = select_tokens(
             loss,
             log_probs_N=torch.from_numpy(log_probs),

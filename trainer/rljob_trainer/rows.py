@@ -42,9 +42,13 @@ class TrainRow:
     @property
     def num_trainable_tokens(self) -> int:
         """Tokens that take part in the loss."""
-        if not self.trainable:
-            return 0
-        return len(self.response_ids) if self.kept is None else int(self.kept.sum())
+        return int(self.loss_mask.sum())
+
+    @property
+    def loss_mask(self) -> BoolArray:
+        """(tokens,) true where a token takes part in the loss."""
+        mask = np.full(len(self.response_ids), self.trainable)
+        return mask if self.kept is None else mask & self.kept
 
     @property
     def num_tokens(self) -> int:

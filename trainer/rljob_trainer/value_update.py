@@ -96,7 +96,8 @@ def _compute_loss(
 
     old_R = per_token([row.values for row in rows])
     returns_R = per_token([row.returns for row in rows])
-    mask_R = torch.tensor([row.trainable for row in rows] or [False], device=device)[pack.sequence_ids_R]
+    mask = np.concatenate([row.loss_mask for row in rows]) if rows else np.zeros(len(values_R), dtype=np.bool_)
+    mask_R = torch.from_numpy(mask).to(device)
     weights_R = compute_token_weights(
         LossAggregation.TOKEN_MEAN,
         mask_R,

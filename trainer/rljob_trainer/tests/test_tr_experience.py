@@ -17,7 +17,13 @@ from rljob_api.v1alpha1.algorithm import Algorithm, DynamicSampling
 from rljob_trainer.data import PromptRow, PromptSampler
 from rljob_trainer.dynamic_sampling import CollectedBatch, collect_batch, estimate_prompts, has_signal
 from rljob_trainer.engines.contract import FinishReason
-from rljob_trainer.experience import apply_correction, build_rows, fill_advantages, summarise
+from rljob_trainer.experience import (
+    apply_correction,
+    build_rows,
+    compute_explained_variance,
+    fill_advantages,
+    summarise,
+)
 from rljob_trainer.models.policy import PolicyModel, load_causal_lm
 
 NUM_ROWS = 40
@@ -303,3 +309,20 @@ def test_a_policy_is_at_kl_zero_to_itself(policy):
     assert metrics.ratio_max_deviation == 0.0
     assert metrics.clip_fraction == 0.0
     assert metrics.kl == 0.0
+
+
+def test_the_critic_learns_nothing_from_rejected_tokens():
+    """Its returns there are 0, which is no return."""
+    rows = correct([[0.1, 1.0, 0.0], [0.0]], rejection=[{"statistic": "K3", "upper": 0.1}])
+    assert rows[0].loss_mask.tolist() == [True, False, True]
+    for row in rows:
+        row.values = np.linspace(0.2, 0.4, len(row.response_ids), dtype=np.float32)
+    samples = [make_sample("p", i, reward=float(i), token_ids=row.response_ids) for i, row in enumerate(rows)]
+    fill_advantages(rows, samples, resolve_algorithm(Algorithm.model_validate({"type": "PPO"})))
+    assert rows[0].returns[1] == 0
+    before = compute_explained_variance(rows)
+    rows[0].values[1] = 100.0
+    assert compute_explained_variance(rows) == before
+    rows[0].trainable = False
+    assert not rows[0].loss_mask.any()
+    assert rows[0].num_trainable_tokens == 0
