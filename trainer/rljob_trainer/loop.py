@@ -327,7 +327,7 @@ class Trainer:
 
     def _roll_out(self, plans: Sequence[RolloutPlan], phase: TrainerPhase) -> list[list[ScoredSample]]:
         """Scored samples of each plan; the rewards of one are computed while the next generates."""
-        poll = self._stop.raise_if_requested
+        poll = self._poll
         with self._reporter.phase(phase):
             groups = [self._runner.generate(plan, on_samples=self._reporter.count_samples, poll=poll) for plan in plans]
         with self._reporter.phase(TrainerPhase.REWARD if phase is TrainerPhase.ROLLOUT else phase):
@@ -335,6 +335,11 @@ class Trainer:
                 self._runner.collect(plan, groups_of_plan, poll=poll)
                 for plan, groups_of_plan in zip(plans, groups, strict=True)
             ]
+
+    def _poll(self) -> None:
+        """While waiting: a stop ends the wait, a save that is complete is published at once."""
+        self._stop.raise_if_requested()
+        self._saver.collect()
 
     def _sync_weights(self) -> None:
         """The version after step s is s + 1, in every attempt."""
