@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 from collections.abc import Iterator
@@ -199,3 +200,19 @@ def test_lost_groups_are_the_engines_fault(make_runner, monkeypatch):
     engine.handle.generate = FakeMethod(lambda requests, params: iter([]))
     with pytest.raises(EngineDied, match="no samples for 2 prompts, for example p1"):
         make_runner([engine])[0].generate(make_plan(2), on_samples=lambda _: None, poll=lambda: None)
+
+
+def test_two_plans_over_the_same_prompts_are_scored_together_and_kept_apart(make_runner):
+    """ReMax: sampled and greedy responses of one step; rewards of the first are computed while the second generates."""
+    runner, rewards = make_runner([FakeEngine(set())])
+    sampled = make_plan(3)
+    greedy = dataclasses.replace(sampled, num_samples=1, params=SamplingParams(9, 0.0), label="greedy")
+    groups = [runner.generate(plan, on_samples=lambda _: None, poll=lambda: None) for plan in (sampled, greedy)]
+    ids = [request.sample_id for request in rewards.submitted]
+    assert len(ids) == len(set(ids)) == 3 * NUM_SAMPLES + 3
+    first, second = (
+        runner.collect(plan, part, poll=lambda: None) for plan, part in zip((sampled, greedy), groups, strict=True)
+    )
+    assert [len(first), len(second)] == [3 * NUM_SAMPLES, 3]
+    assert {sample.result.sample_id for sample in second} == {f"p{index}#greedy0" for index in (1, 2, 3)}
+    assert [sample.reward for sample in second] == [1.0, 2.0, 3.0]
