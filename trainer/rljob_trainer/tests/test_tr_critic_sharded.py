@@ -16,6 +16,7 @@ from rljob_trainer.batching import plan_batches
 from rljob_trainer.checkpoint.state import StatePart, StateWriter, load_state
 from rljob_trainer.critic import CriticRank
 from rljob_trainer.distributed.process_group import join_process_group, start_store
+from rljob_trainer.errors import CheckpointError
 from rljob_trainer.models.policy import PolicyModel, load_causal_lm
 from rljob_trainer.models.sharding import shard_policy
 from rljob_trainer.models.value import load_value_model
@@ -170,3 +171,14 @@ def test_the_same_seed_gives_the_same_gradient_at_once(two_ranks, one_rank, job,
     _, critic = build(job, tiny_model, recompute=True)
     _, all_at_once, _ = update(critic, 0.0, 0, micro_batch_tokens=10_000)
     assert_same_gradient(one, all_at_once)
+
+
+def test_a_checkpoint_without_a_critic_is_refused(one_rank, job, tiny_model, tmp_path):
+    """A GRPO run's, for example: a critic that starts anew in the middle would look like one that was resumed."""
+    policy, critic = build(job, tiny_model)
+    part = StatePart(policy, build_optimizer(policy, job.spec.training))
+    writer = StateWriter(use_gpu=False)
+    writer.start(tmp_path, {"policy": part})
+    writer.finish()
+    with pytest.raises(CheckpointError, match="critic"):
+        load_state(tmp_path, {"policy": part, "critic": critic.state})
