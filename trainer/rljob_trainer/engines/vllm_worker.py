@@ -64,6 +64,8 @@ class WorkerExtension:
 
         with self._rljob_context(), torch.no_grad():
             finalize_layerwise_reload(self.model_runner.model, self.model_config)
+            if self.device.type == "cpu":
+                repack_tied_weights(self.model_runner.model)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -103,6 +105,17 @@ class WorkerExtension:
                     continue
                 for part, split in zip(FUSED[kind], tensor.split(sizes[kind]), strict=True):
                     yield f"{prefix}.{part}.{name}", split
+
+
+def repack_tied_weights(model: nn.Module) -> None:
+    """A tied head shares its parameter with the embedding, but computes with a packed copy of its own, which layerwise
+    reload does not renew (vLLM 0.32 on CPUs: logits of the old weights)."""
+    owners: dict[int, nn.Module] = {}
+    for module in model.modules():
+        layer: Any = module
+        weight = module._parameters.get("weight")
+        if weight is not None and owners.setdefault(id(weight), module) is not module and hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def read_weight(module: nn.Module) -> Tensor:
