@@ -86,9 +86,9 @@ class MemoryRequest:
     chunk_tokens: int
     bucket_bytes: int
     num_models: int = 1
-    """Trained models (2 with a critic)."""
+    """Models with gradients and optimizer for all weights (2 with a critic)."""
     num_frozen_models: int = 0
-    """Sharded float32 copies without optimizer: references."""
+    """Sharded float32 copies without optimizer: references, and the base of adapters."""
     recompute_blocks: bool | None = None
     """None: decide."""
     offload_optimizer: bool = False
@@ -240,6 +240,10 @@ def build_memory_request(
     longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
     has_engine = spec.rollout.placement is Placement.COLOCATED
     toggle = spec.model.gradient_checkpointing
+    # Adapters are small: what is trained through them counts as frozen, and serves as its own reference.
+    is_adapted = spec.model.lora is not None
+    own_source = spec.reference is not None and spec.reference.source not in (None, spec.model.source)
+    needs_reference = spec.algorithm.kl.placement is not KLPlacement.NONE and (own_source or not is_adapted)
     return MemoryRequest(
         model=model,
         device_bytes=device_bytes,
@@ -249,8 +253,8 @@ def build_memory_request(
         micro_batch_tokens=training.micro_batch_tokens or (training.micro_batch_sequences or 1) * longest,
         chunk_tokens=chunk_tokens,
         bucket_bytes=bucket_bytes,
-        num_models=1 if spec.critic is None else 2,
-        num_frozen_models=0 if spec.algorithm.kl.placement is KLPlacement.NONE else 1,
+        num_models=int(not is_adapted) + int(spec.critic is not None),
+        num_frozen_models=int(is_adapted) + int(needs_reference),
         recompute_blocks=None if toggle is Toggle.AUTO else toggle is Toggle.ALWAYS,
         offload_optimizer=training.offload.optimizer,
         offload_parameters=training.offload.parameters,

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from tr_job import build_job
+from tr_ranks import run_ranks
 from tr_tiny import make_loss, make_rows, save_byte_model
 
 from rljob_api.v1alpha1.model import DType, LoRA
@@ -19,10 +20,11 @@ from rljob_trainer.checkpoint.export import export_policy
 from rljob_trainer.checkpoint.state import StatePart, StateWriter, gather_full_weights, load_state
 from rljob_trainer.distributed.process_group import join_process_group, start_store
 from rljob_trainer.errors import CheckpointError, ConfigurationError
+from rljob_trainer.memory_plan import build_memory_request, read_model_shape
 from rljob_trainer.models.loading import load_sharded_policy
 from rljob_trainer.models.lora import adapters_off, add_adapters, initialise_adapters, merge_state
 from rljob_trainer.models.packed_batch import pack_sequences
-from rljob_trainer.models.policy import PolicyModel, load_causal_lm
+from rljob_trainer.models.policy import PolicyModel, load_causal_lm, load_config
 from rljob_trainer.models.sharding import clean_parameter_name, shard_policy
 from rljob_trainer.optimization import build_optimizer
 from rljob_trainer.rows import MiniBatch, count_trainable, split_rows
@@ -97,17 +99,7 @@ def log_probs(policy):
     return policy(pack, temperature=1.0)[0]
 
 
-def run_rank(rank, rendezvous, source, directory):
-    torch.set_num_threads(1)
-    join_process_group(
-        rendezvous,
-        rank=rank,
-        world_size=2,
-        store=None,
-        use_gpu=False,
-        timeout_seconds=60,
-        collective_timeout_seconds=60,
-    )
+def run_rank(rank, source, directory):
     directory = Path(directory)
     policy, optimizer = build(source)
     _, seen = update(policy, optimizer, 1e-2, 1)
@@ -127,7 +119,6 @@ def run_rank(rank, rendezvous, source, directory):
     following, _ = update(policy, optimizer, 1e-2, 3)
     found["next"] = [following.loss, following.gradient_norm]
     (directory / f"found-{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +130,7 @@ def source(tmp_path_factory):
 def two_ranks(source, tmp_path_factory):
     """What two ranks found; they run once."""
     directory = tmp_path_factory.mktemp("lora-ranks")
-    store, rendezvous = start_store("127.0.0.1", 2, 60)
-    mp.spawn(run_rank, (rendezvous, source, str(directory)), nprocs=2, join=True)
-    del store
+    run_ranks(run_rank, 2, source, str(directory))
     return directory, [json.loads((directory / f"found-{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -268,3 +257,30 @@ def test_adapters_know_the_weights_they_belong_to(source, tmp_path):
     with pytest.raises(CheckpointError, match=r"spec\.model\.lora: .* whole model"):
         check_base_model("", fingerprint, path=tmp_path, source=source)
     assert fingerprint_model("owner/name", "v1") == "owner/name@v1"
+
+
+@pytest.mark.parametrize(
+    ("spec", "trained", "frozen"),
+    [
+        ({}, 1, 0),
+        ({"lora": {"rank": 8}}, 0, 1),
+        ({"algorithm": {"kl": {"placement": "Loss"}}}, 1, 1),
+        ({"lora": {"rank": 8}, "algorithm": {"kl": {"placement": "Loss"}}}, 0, 1),
+        (
+            {
+                "lora": {"rank": 8},
+                "algorithm": {"kl": {"placement": "Loss"}},
+                "reference": {"source": "other"},
+            },
+            0,
+            2,
+        ),
+        ({"lora": {"rank": 8}, "algorithm": {"type": "PPO"}}, 1, 1),
+    ],
+)
+def test_the_memory_plan_knows_what_is_trained(spec, trained, frozen, source, tmp_path):
+    """The base of adapters needs no gradients, no moments and no second copy as the reference."""
+    job = build_job(run_directory=str(tmp_path), **spec)
+    shape = read_model_shape(load_config(source))
+    request = build_memory_request(job, shape, 2**36, chunk_tokens=2048, bucket_bytes=2**20)
+    assert (request.num_models, request.num_frozen_models) == (trained, frozen)

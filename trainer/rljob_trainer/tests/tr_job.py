@@ -19,13 +19,14 @@ def build_job(
     train: str = "train.jsonl",
     floor: int = 0,
     ranks: int = 2,
+    lora: dict[str, Any] | None = None,
     spec: dict[str, Any] | None = None,
     **sections: dict[str, Any],
 ) -> ResolvedJob:
     """A GRPO job on CPUs; `sections` update the sections of the spec, `spec` replaces whole ones."""
     document: dict[str, Any] = {
         "algorithm": {"type": "GRPO"},
-        "model": {"source": model, "dtype": "Float32"},
+        "model": {"source": model, "dtype": "Float32", "lora": lora},
         "data": {"train": [train]},
         "reward": {"functions": [{"type": "GSM8K"}]},
         "rollout": {"engine": "Native", "samples_per_prompt": 4, "max_response_tokens": 5},
