@@ -11,7 +11,7 @@ from tr_run import shared_ray
 
 pytestmark = [pytest.mark.learning, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-NUM_STEPS = 60
+NUM_STEPS = 40
 ALGORITHMS = {
     "GRPO": {"type": "GRPO"},
     "RLOO": {"type": "RLOO"},
