@@ -38,7 +38,9 @@ class SequenceScorer:
 
         from rljob_trainer.models.policy import load_config
         from rljob_trainer.models.value import is_classifier
+        from rljob_trainer.quiet import quiet_libraries
 
+        quiet_libraries()
         place, path = f"{self._plan.field_path}.path", str(self._plan.options["path"])
         config = load_config(path, field=place)
         if not is_classifier(config) or config.num_labels != 1:

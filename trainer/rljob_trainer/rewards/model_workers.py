@@ -214,11 +214,10 @@ class RayHost:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self._ray = ray
-        # An actor without GPU shares would see no GPU at all.
-        environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
+        # Without GPU shares Ray leaves the node's GPUs visible (since 2.60; it used to hide them all).
         self._actor = (
             ray.remote(num_cpus=0, num_gpus=0, max_restarts=-1)(SequenceScorer)
-            .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False), runtime_env=environment)
+            .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
             .remote(plan, device)
         )
 

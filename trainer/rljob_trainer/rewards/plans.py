@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
 from rljob_api.quantity import parse_quantity
 from rljob_api.v1alpha1.data import Reward, RewardFunction, RewardType
@@ -59,9 +59,7 @@ def plan_functions(functions: list[RewardFunction], environment: Mapping[str, st
             case RewardType.HTTP:
                 options = _plan_request(function, place, environment)
             case _:
-                raise ConfigurationError(
-                    f"{place}.type: {function.type} is not supported yet (NotSupportedYet); use GSM8K, Regex or Python"
-                )
+                assert_never(function.type)
         memory = function.memory or (DEFAULT_MATH_MEMORY if function.type is RewardType.MATH else None)
         plans.append(
             FunctionPlan(
