@@ -90,3 +90,11 @@ def test_the_grpo_script() -> None:
 @pytest.mark.parametrize("name", ["gsm8k-grpo.yaml", "gsm8k-ppo-verl-equivalent.yaml", "gsm8k-ppo-two-nodes.yaml"])
 def test_what_is_not_built_is_said_and_nothing_else(name: str) -> None:
     assert {finding.reason for finding in find_unsupported(load(name).spec)} <= {"NotSupportedYet"}
+
+
+@pytest.mark.parametrize("name", ["gsm8k-ppo-verl-equivalent.yaml", "gsm8k-ppo-two-nodes.yaml", "quickstart-ppo.yaml"])
+def test_the_critic_of_the_ppo_scripts_is_built(name: str) -> None:
+    spec = load(name).spec
+    assert spec.critic is not None
+    paths = {finding.path for finding in find_unsupported(spec)}
+    assert not {path for path in paths if path.startswith(("spec.critic", "spec.algorithm"))}
