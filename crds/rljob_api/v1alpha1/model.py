@@ -68,8 +68,8 @@ class Critic(ApiModel):
     """The value model (PPO only)."""
 
     source: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """A causal LM, or a classifier with one label whose head is kept. Default: the policy as it is after the warm start,
-    with a new head that starts at 0."""
+    """A causal LM, or a classifier with one label whose head is kept. Default: the policy as it is after the warm
+    start, with a new head that starts at 0."""
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-5
     """Peak learning rate of the critic; schedule, warm-up, weight decay and gradient clip are those of `training`."""
     warmup_steps: NonNegativeInt32 = 0
