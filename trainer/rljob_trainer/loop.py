@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rljob_api.contract import ResolvedJob, TrainerPhase
 from rljob_api.resolve import count_drawn_prompts
@@ -34,25 +33,10 @@ from rljob_trainer.resume import ResumePoint, check_adapters, choose_resume_poin
 from rljob_trainer.rewards import RewardService
 from rljob_trainer.rollout import RolloutPlan, RolloutRunner, ScoredSample
 from rljob_trainer.rows import TrainRow, UpdateMetrics, ValueMetrics
+from rljob_trainer.run_state import RunState
 from rljob_trainer.saving import CheckpointSaver
 from rljob_trainer.stopping import StopSignal
 from rljob_trainer.warm_start import run_warm_start
-
-
-@dataclass
-class RunState:
-    """Everything outside the ranks that a resumed run needs; saved as it is after each step."""
-
-    step: int = 0
-    sampler: dict[str, Any] = field(default_factory=dict)
-    kl_coefficient: float = 0.0
-    num_nan_steps: int = 0
-    """Updates skipped for NaN or Inf so far."""
-    num_nan_steps_in_a_row: int = 0
-    num_tokens_total: int = 0
-    is_warm_started: bool = False
-    base_model: str = ""
-    """Fingerprint of the weights that adapters belong to; empty without `model.lora`."""
 
 
 class Trainer:
