@@ -159,15 +159,20 @@ def test_every_metric_of_the_table_appears_once_there_is_a_step(job):
     )
     with state.phase(TrainerPhase.TRAIN):
         pass
-    state.record_evaluation(0.25)
+    state.record_evaluation(0.25, {"aime24": {"reward_mean": 0.25, "pass_at_4": 0.5, "majority_at_4": 0.3}})
+    state.count_tracker_failure("wandb")
     state.finish_step(step(2, num_dropped_samples=3, num_nan_rewards=1, num_reward_timeouts=1, weight_version=3))
     state.finish_step(step(3, num_dropped_samples=4, weight_version=4))
     with state.phase(TrainerPhase.TRAIN):
         pass
-    state.finish_step(step(4, weight_version=5))
+    critic = {"value_loss": 0.1, "value_clip_fraction": 0.0, "value_explained_variance": 0.3}
+    state.finish_step(step(4, weight_version=5, reward_function_means={"gsm8k": 0.5, "gsm8k/length": 9.0}, **critic))
+    labels = {"phase": "train", "function": "gsm8k", "set": "aime24", "tracker": "wandb"}
     for spec in METRICS:
-        value = read(registry, spec.name, **({"phase": "train"} if spec.label else {}))
+        value = read(registry, spec.name, **({spec.label: labels[spec.label]} if spec.label else {}))
         assert value is not None, spec.name
+    assert read(registry, "reward_function_mean", function="gsm8k/length") is None
+    assert read(registry, "evaluation_pass", set="aime24") == 0.5
     assert read(registry, "tokens_total") == 2400
     assert read(registry, "dropped_samples_total") == 7
     assert read(registry, "evaluation_reward_mean") == 0.25
@@ -182,9 +187,9 @@ def test_label_sets_are_bounded(job):
         for phase in TrainerPhase:
             with state.phase(phase):
                 pass
-        state.finish_step(step(number, reward_function_means={f"f{number}": 1.0}))
+        state.finish_step(step(number, reward_function_means={f"f{number}": 1.0, f"f{number}/{number}": 1.0}))
     samples = [sample for metric in registry.collect() for sample in metric.samples]
-    assert {key for sample in samples for key in sample.labels} == {"name", "namespace", "phase"}
+    assert {key for sample in samples for key in sample.labels} == {"name", "namespace", "phase", "function"}
     assert len(samples) <= len(METRICS) + len(TrainerPhase)
 
 
