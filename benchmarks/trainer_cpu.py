@@ -383,7 +383,8 @@ def main() -> int:
     parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
     parser.add_argument("--updates", type=int, default=5, help="measured updates of each side, after one to warm up")
     parser.add_argument("--rows", type=int, default=4, help="rows of a micro-batch")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    # More threads than free cores wait for each other at every operation: tens of times slower, and noise.
+    parser.add_argument("--threads", type=int, default=1, help="of each side")
     parser.add_argument("--child", choices=["ours", "trl", "batch"], help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
