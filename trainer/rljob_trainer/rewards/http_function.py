@@ -135,18 +135,26 @@ class _HttpFunction:
                     item.outcome.cancel()
                 raise
             for item, outcome in zip(items, outcomes, strict=True):
-                if not item.outcome.cancelled():
+                # Cancelled from another thread: nobody waits for it any more.
+                if item.outcome.set_running_or_notify_cancel():
                     item.outcome.set_result(outcome)
 
     async def _take_batch(self) -> list[_Item]:
         """At least one sample, and what else comes within moments."""
-        items = [await self._queue.get()]
+        items = [await self._take_wanted()]
         while len(items) < self._batch_samples:
             try:
-                items.append(await asyncio.wait_for(self._queue.get(), BATCH_LINGER_SECONDS))
+                items.append(await asyncio.wait_for(self._take_wanted(), BATCH_LINGER_SECONDS))
             except TimeoutError:
                 break
         return items
+
+    async def _take_wanted(self) -> _Item:
+        """The next sample that was not given up, as those of a failed batch are."""
+        while True:
+            item = await self._queue.get()
+            if not item.outcome.cancelled():
+                return item
 
     async def _score(self, items: list[_Item]) -> list[Outcome]:
         try:

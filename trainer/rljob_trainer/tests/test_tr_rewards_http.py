@@ -306,6 +306,23 @@ def test_dry_run_meets_a_server_that_is_not_there(start):
         service.dry_run([PromptRow("train/0/0", [1], "2+2?", "4", {})])
 
 
+def test_a_failed_batch_is_not_asked_about_any_further(serve, start):
+    def answer(number, body):
+        if body["response"] == "wrong":
+            return 400, {}, {}
+        time.sleep(0.2)
+        return right(number, body)
+
+    server = serve(answer)
+    service = start(server.url, on_error="FailJob", maxConcurrentRequests=1)
+    submit(service, ["wrong", *["4"] * 50])
+    with pytest.raises(RewardError, match=r"sample p/0: .*HTTP 400"):
+        service.collect(60)
+    service.submit(ScoreRequest("next", "", "4", "4"))
+    assert service.collect(60)[0].reward == 1.0
+    assert len(server.requests) < 20
+
+
 def test_closing_gives_up_what_is_open(serve, start):
     release = threading.Event()
 
