@@ -16,7 +16,7 @@ from rljob_trainer.checkpoint.files import Checkpoint
 from rljob_trainer.dynamic_sampling import CollectedBatch
 from rljob_trainer.evaluation import EvaluationMetrics
 from rljob_trainer.experience import ExperienceStatistics, ShapingReport
-from rljob_trainer.rewards import summarise_rewards
+from rljob_trainer.rewards import ScoreFailure, summarise_rewards
 from rljob_trainer.rollout import ScoredSample
 from rljob_trainer.rows import UpdateMetrics, ValueMetrics
 from rljob_trainer.telemetry import (
@@ -260,10 +260,18 @@ class RunReporter:
                 response=sample.text,
                 reward=sample.result.reward,
                 answer=sample.row.answer,
+                scores=sample.result.scores,
+                prediction=sample.result.prediction,
+                failure=_describe_failure(sample.result.failure),
             )
             for sample in samples
         ]
         self._samples.write_samples(step, records, kind=kind)
+
+
+def _describe_failure(failure: ScoreFailure | None) -> str | None:
+    """`math: Timeout: took longer than ...`."""
+    return None if failure is None else f"{failure.function or 'reward'}: {failure.kind}: {failure.message}"
 
 
 def _describe_set(metrics: EvaluationMetrics) -> str:

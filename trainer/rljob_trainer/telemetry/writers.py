@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +28,12 @@ class SampleRecord:
     """None: left out."""
     answer: Any = None
     """Gold answer."""
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    """Reward function -> unweighted score."""
+    prediction: str | None = None
+    """Answer found in the response."""
+    failure: str | None = None
+    """Why there is no reward although there should be one."""
 
 
 class JsonlWriter:
@@ -77,17 +83,17 @@ class SampleWriter(JsonlWriter):
     def write_samples(self, step: int, samples: Iterable[SampleRecord], *, kind: str = "train") -> None:
         """The samples of one step; `kind` is train or evaluation."""
         for sample in samples:
-            self.write(
-                {
-                    "step": step,
-                    "kind": kind,
-                    "uid": sample.uid,
-                    "prompt": sample.prompt,
-                    "response": sample.response,
-                    "reward": sample.reward,
-                    "answer": sample.answer,
-                }
-            )
+            row = {
+                "step": step,
+                "kind": kind,
+                "uid": sample.uid,
+                "prompt": sample.prompt,
+                "response": sample.response,
+                "reward": sample.reward,
+                "answer": sample.answer,
+            }
+            further = {"scores": sample.scores, "prediction": sample.prediction, "failure": sample.failure}
+            self.write(row | {key: value for key, value in further.items() if value})
 
 
 def to_strict_json(value: Any) -> Any:

@@ -91,6 +91,16 @@ def test_samples(tmp_path):
     assert rows[1]["reward"] is None
 
 
+def test_samples_say_what_each_function_found(tmp_path):
+    with SampleWriter(tmp_path) as writer:
+        record = SampleRecord("u", "p", "r", None, 4, {"math": 1.0, "style": None}, "4", "style: Timeout: late")
+        writer.write_samples(1, [record])
+    (row,) = read_strictly(tmp_path / "samples.jsonl")
+    assert row["scores"] == {"math": 1.0, "style": None}
+    assert row["prediction"] == "4"
+    assert row["failure"] == "style: Timeout: late"
+
+
 def test_step_line_has_reward_speed_phases_and_eta():
     statistics = StepStatistics(step=3, step_seconds=2.0, num_tokens=5000, reward_mean=0.5, num_dropped_samples=2)
     text = describe_step(statistics, phase_seconds={"train": 0.7, "rollout": 1.2, "sync": 0.01}, seconds_left=65.4)
