@@ -10,6 +10,7 @@ from rljob_trainer.errors import ConfigurationError
 from rljob_trainer.models.log_probs import HeadOptions, compute_entropy, compute_log_probs
 from rljob_trainer.models.packed_batch import PackLayout, pack_sequences
 from rljob_trainer.models.policy import PolicyModel, find_stop_token_ids, load_causal_lm, load_config
+from rljob_trainer.models.sharding import compile_model
 
 CPU = torch.device("cpu")
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12], [13, 14]]
@@ -133,6 +134,21 @@ def test_padding_changes_neither_value_nor_gradient(tiny_model, max_length):
     torch.testing.assert_close(padded_log_probs, log_probs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(padded_entropy, entropy, rtol=1e-5, atol=1e-5)
     assert_same_gradient(padded_gradients, gradients)
+
+
+def test_compiled_blocks_give_the_same_gradient(tiny_model):
+    """`eager` traces and guards like the real backend, and needs no compiler."""
+    results = []
+    for is_compiled in (False, True):
+        policy = PolicyModel(load_causal_lm(tiny_model))
+        layout = PackLayout(budget_tokens=64, max_length=16)
+        if is_compiled:
+            compile_model(policy, backend="eager")
+        for prompts, responses in ((PROMPTS, RESPONSES), (PROMPTS[:2], RESPONSES[:2])):
+            log_probs, entropy = policy(pack_sequences(prompts, responses, CPU, layout), temperature=0.7)
+            (log_probs.sum() + 0 * entropy.sum()).backward()
+        results.append({name: parameter.grad for name, parameter in policy.named_parameters()})
+    assert_same_gradient(results[1], results[0])
 
 
 def test_packs_have_few_shapes():
