@@ -102,7 +102,7 @@ _CORRECTIONS: Final[dict[StrEnum, bool]] = {
     RolloutCorrectionLevel.TOKEN: True,
     RolloutCorrectionLevel.SEQUENCE: True,
 }
-_ENGINES: Final[dict[StrEnum, bool]] = {Engine.NATIVE: True, Engine.SGLANG: False, Engine.VLLM: False}
+_ENGINES: Final[dict[StrEnum, bool]] = {Engine.NATIVE: True, Engine.SGLANG: False, Engine.VLLM: True}
 _FABRICS: Final[dict[StrEnum, bool]] = {
     Fabric.AUTO: True,
     Fabric.TCP: True,
@@ -231,9 +231,19 @@ FEATURES: Final[tuple[Feature, ...]] = (
         built=True,
     ),
     Feature(
-        "spec.training.offload.parameters", "true", lambda spec: spec.training.offload.parameters, "set it to false"
+        "spec.training.offload.parameters",
+        "true",
+        lambda spec: spec.training.offload.parameters,
+        "set it to false",
+        built=True,
     ),
-    Feature("spec.training.offload.optimizer", "true", lambda spec: spec.training.offload.optimizer, "set it to false"),
+    Feature(
+        "spec.training.offload.optimizer",
+        "true",
+        lambda spec: spec.training.offload.optimizer,
+        "set it to false",
+        built=True,
+    ),
     Feature(
         "spec.checkpoint.exportEverySteps",
         "more than 0",

@@ -77,9 +77,10 @@ class Offload(ApiModel):
     """What lives in host memory between phases."""
 
     parameters: bool = False
-    """Offload parameters (and gradients)."""
+    """Shards and gradients live in host memory; blocks are copied to the GPU when used, and the optimizer steps on the
+    CPU."""
     optimizer: bool = False
-    """Offload optimizer state."""
+    """Optimizer moments live in host memory, and on the GPU during an optimizer step only."""
 
 
 class Training(ApiModel):
