@@ -150,7 +150,7 @@ class SGLangEngine:
                         continue
                     request = open_requests.pop(future)
                     outputs = processes.wait(future, what=f"generate {request.uid}", timeout_seconds=CALL_SECONDS)
-                    samples = [self._read_sample(output, request) for output in outputs]
+                    samples = [self._read_sample(output, request, params.max_tokens) for output in outputs]
                     self._num_running -= request.num_samples
                     self._num_tokens_generated += sum(len(sample.token_ids) for sample in samples)
                     yield GeneratedGroup(request.uid, samples)
@@ -181,7 +181,7 @@ class SGLangEngine:
         )
         return outputs
 
-    def _read_sample(self, output: dict[str, Any], request: GenerateRequest) -> GeneratedSample:
+    def _read_sample(self, output: dict[str, Any], request: GenerateRequest, max_tokens: int) -> GeneratedSample:
         """Checks that tokens and log-probabilities belong together before anybody trains on them."""
         meta = output["meta_info"]
         reason = FinishReason((meta["finish_reason"] or {}).get("type", "abort"))
@@ -190,6 +190,7 @@ class SGLangEngine:
         if reason is FinishReason.ABORT:
             # An abort can fall between a token and its log-probability.
             length = min(len(token_ids), len(pairs))
+            reason, length = judge_aborted(token_ids[:length], self._require_settings().stop_token_ids, max_tokens)
             token_ids, pairs = token_ids[:length], pairs[:length]
         if [token for _, token, *_ in pairs] != token_ids:
             raise EngineDied(
@@ -395,6 +396,20 @@ class SGLangEngine:
         if self._ledger is None:
             raise EngineDied("SGLang engine: not started")
         return self._ledger
+
+
+def judge_aborted(token_ids: Sequence[int], stop_ids: Sequence[int], max_tokens: int) -> tuple[FinishReason, int]:
+    """(reason, length) of a sample that SGLang reports as aborted.
+
+    When the abort and the end of a response fall into one scheduler step, SGLang calls a complete response aborted, and
+    may have decoded beyond its stop id.
+    """
+    for position, token in enumerate(token_ids):
+        if token in stop_ids:
+            return FinishReason.STOP, position + 1
+    if len(token_ids) >= max_tokens:
+        return FinishReason.LENGTH, max_tokens
+    return FinishReason.ABORT, len(token_ids)
 
 
 def compute_sample_seed(request: GenerateRequest, index: int) -> int:

@@ -27,6 +27,7 @@ from rljob_trainer.errors import ConfigurationError, EngineDied, TrainerError
 POLL_SECONDS: Final = 0.2
 STOP_SECONDS: Final = 30.0
 LAST_WORDS_SECONDS: Final = 1.0
+END_SECONDS: Final = 2.0
 SIG_IGN: Final = 1
 
 
@@ -135,8 +136,17 @@ class EngineProcesses:
             watchdog.stop()
         family = {*self._family, *(grandchild for pid, _ in self._family for grandchild in list_descendants(pid))}
         end_processes(sorted(family))
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.submit(self._end_tasks())
         self._thread.join(timeout=STOP_SECONDS)
+
+    async def _end_tasks(self) -> None:
+        """Cancel what waits for answers that never come, let it end, and end the loop."""
+        tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_SECONDS)
+        self._loop.stop()
 
     def _last_lines(self) -> str:
         lines = self._output.last_lines()

@@ -71,3 +71,8 @@ class TestNative(QuickstartRun):
 class TestVLLM(QuickstartRun):
     pytestmark = needs("vllm")
     engine = "VLLM"
+
+
+class TestSGLang(QuickstartRun):
+    pytestmark = needs("sglang")
+    engine = "SGLang"

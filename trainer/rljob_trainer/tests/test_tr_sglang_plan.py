@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rljob_trainer.engines.contract import EngineSettings, GenerateRequest
-from rljob_trainer.engines.sglang import compute_sample_seed
+from rljob_trainer.engines.contract import EngineSettings, FinishReason, GenerateRequest
+from rljob_trainer.engines.sglang import compute_sample_seed, judge_aborted
 from rljob_trainer.engines.sglang_arguments import (
     GPUMemory,
     build_arguments,
@@ -157,6 +157,21 @@ def test_a_samples_seed_depends_on_what_identifies_it():
     assert len(set(seeds)) == len(seeds)
     assert seeds[:2] == [compute_sample_seed(make(), index) for index in range(2)]
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "want"),
+    [
+        ([], (FinishReason.ABORT, 0)),
+        ([5, 6], (FinishReason.ABORT, 2)),
+        ([5, 2], (FinishReason.STOP, 2)),
+        ([5, 2, 7], (FinishReason.STOP, 2)),
+        ([5, 6, 7, 8], (FinishReason.LENGTH, 4)),
+        ([5, 6, 7, 1], (FinishReason.STOP, 4)),
+    ],
+)
+def test_an_abort_that_meets_the_end_of_a_response_does_not_spoil_it(token_ids, want):
+    assert judge_aborted(token_ids, (1, 2), 4) == want
 
 
 HIDDEN, HEAD, VOCABULARY, INTERMEDIATE = 12, 4, 10, 8
