@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from test_tr_critic import with_returns
 from torch.distributed.device_mesh import init_device_mesh
+from tr_ranks import run_ranks
 from tr_tiny import assert_same_gradient, make_rows
 
 from rljob_api.v1alpha1.model import DType
@@ -69,17 +69,7 @@ def update(critic, learning_rate, seed, **limits):
     return metrics, gradients, first
 
 
-def run_rank(rank, rendezvous, job, source, directory):
-    torch.set_num_threads(1)
-    join_process_group(
-        rendezvous,
-        rank=rank,
-        world_size=2,
-        store=None,
-        use_gpu=False,
-        timeout_seconds=60,
-        collective_timeout_seconds=60,
-    )
+def run_rank(rank, job, source, directory):
     directory = Path(directory)
     policy, critic = build(job, source)
     # One row per micro-batch: 11 rows leave rank 1 an empty one.
@@ -103,7 +93,6 @@ def run_rank(rank, rendezvous, job, source, directory):
     (directory / f"found-{rank}.json").write_text(json.dumps(found))
     if rank == 0:
         torch.save(gradients, directory / "gradients.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +106,7 @@ def job(tmp_path_factory):
 def two_ranks(job, tiny_model, tmp_path_factory):
     """What two ranks found; they run once."""
     directory = tmp_path_factory.mktemp("critic-ranks")
-    store, rendezvous = start_store("127.0.0.1", 2, 60)
-    mp.spawn(run_rank, (rendezvous, job, tiny_model, str(directory)), nprocs=2, join=True)
-    del store
+    run_ranks(run_rank, 2, job, tiny_model, str(directory))
     return directory, [json.loads((directory / f"found-{rank}.json").read_text()) for rank in (0, 1)]
 
 
