@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,6 +33,8 @@ LOCK = REPOSITORY / "requirements" / "benchmarks.txt"
 LIMIT_RATIO = 1.0
 BUILD_SECONDS = 1800
 CHILD_SECONDS = 900
+MARK = "@result "
+"""Before our lines: the libraries print dictionaries too."""
 AGREEMENT = 2e-3
 """Relative; two libraries round differently in float32."""
 
@@ -120,7 +123,7 @@ def wait_for_go() -> bool:
 
 def report(output: TextIO, **values: Any) -> None:
     """One JSON line to the parent."""
-    print(json.dumps(values), file=output, flush=True)
+    print(MARK + json.dumps(values), file=output, flush=True)
 
 
 def get_peak_mib() -> float:
@@ -323,18 +326,21 @@ class Child:
             self._process.kill()
 
     def _read(self) -> dict[str, float]:
-        """The next JSON line; whatever else a library prints is passed on."""
+        """The next result; whatever else a library prints is passed on. A child that says nothing is killed."""
         assert self._process.stdout is not None
-        deadline = time.monotonic() + CHILD_SECONDS
-        while time.monotonic() < deadline:
-            line = self._process.stdout.readline()
-            if not line:
-                sys.exit(f"{self.side} ended with exit code {self._process.wait(60)}")
-            if line.startswith("{"):
-                document: dict[str, float] = json.loads(line)
-                return document
-            print(f"[{self.side}] {line}", end="", file=sys.stderr)
-        sys.exit(f"{self.side} said nothing for {CHILD_SECONDS} s")
+        watch = threading.Timer(CHILD_SECONDS, self._process.kill)
+        watch.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(MARK):
+                    document: dict[str, float] = json.loads(line.removeprefix(MARK))
+                    return document
+                print(f"[{self.side}] {line}", end="", file=sys.stderr)
+        finally:
+            watch.cancel()
+        sys.exit(
+            f"{self.side} ended with exit code {self._process.wait(60)} (killed after {CHILD_SECONDS} s of silence?)"
+        )
 
 
 def compare(python: Path, workload: str, arguments: argparse.Namespace) -> float:
