@@ -213,10 +213,7 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
             gathered=(2 + 4) * (model.num_parameters if keep_gathered else 2 * gathered_unit),
         )
 
-    if request.recompute_blocks is None:
-        recomputing = (False, True)
-    else:
-        recomputing = (request.recompute_blocks,)
+    recomputing = [False, True] if request.recompute_blocks is None else [request.recompute_blocks]
     candidates = [
         choose(recompute, keep_gathered, keep_logits, offload_engine)
         for recompute in recomputing

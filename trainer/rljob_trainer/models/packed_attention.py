@@ -133,7 +133,7 @@ def _varlen_kernel(
 ) -> Tensor:
     left = -1 if sliding_window is None else sliding_window - 1
     # Grouped heads go in as they are: the kernel knows them, and repeating would multiply the traffic of keys.
-    options = {"enable_gqa": query_NHD.shape[1] != key_NKD.shape[1]} if _TAKES_ENABLE_GQA else {}
+    options: dict[str, Any] = {"enable_gqa": query_NHD.shape[1] != key_NKD.shape[1]} if _TAKES_ENABLE_GQA else {}
     output = varlen_attn(
         query_NHD.contiguous(),
         key_NKD.contiguous(),

@@ -87,10 +87,10 @@ def compile_model(policy: PolicyModel | ValueModel, backend: str = "inductor") -
     Shapes are static, so packs need a layout with a budget. A shape costs some ten seconds the first time; falling
     back to uncompiled code without a word would cost two thirds of the speed in every step, hence the limit raises.
     """
-    torch._dynamo.config.recompile_limit = COMPILED_SHAPES  # type: ignore[attr-defined]
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # type: ignore[attr-defined]
+    torch._dynamo.config.recompile_limit = COMPILED_SHAPES
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     for block in policy.blocks:
-        block.forward = torch.compile(block.forward, dynamic=False, backend=backend)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, dynamic=False, backend=backend)
     if isinstance(policy, PolicyModel):
         policy.head_options = replace(
             policy.head_options, score=torch.compile(score_logits, dynamic=False, backend=backend), pad_chunks=True
