@@ -138,6 +138,7 @@ class EngineProcesses:
         end_processes(sorted(family))
         self.submit(self._end_tasks())
         self._thread.join(timeout=STOP_SECONDS)
+        close_sockets(self.engine, self.engine.tokenizer_manager)
 
     async def _end_tasks(self) -> None:
         """Cancel what waits for answers that never come, let it end, and end the loop."""
@@ -151,6 +152,19 @@ class EngineProcesses:
     def _last_lines(self) -> str:
         lines = self._output.last_lines()
         return f"last lines of its log:\n{lines}" if lines else "its log is empty"
+
+
+def close_sockets(*owners: Any) -> None:
+    """Close the ZeroMQ contexts behind the attributes of SGLang's objects, and drop what was not delivered.
+
+    Collecting a context waits for ever until dead schedulers have read what was sent to them.
+    """
+    import zmq
+
+    values = [value for owner in owners if owner is not None for value in vars(owner).values()]
+    contexts = {id(value.context): value.context for value in values if isinstance(value, zmq.Socket)}
+    for context in contexts.values():
+        context.destroy(linger=0)
 
 
 def _ignore_sigquit() -> None:
