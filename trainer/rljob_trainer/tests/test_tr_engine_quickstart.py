@@ -54,7 +54,8 @@ class QuickstartRun:
         steps = [row for row in rows if "reward_mean" in row]
         assert [row["step"] for row in steps] == list(range(1, NUM_STEPS + 1))
         for row in steps:
-            # The engine's log-probabilities are those of the policy that the trainer recomputes from.
+            # The engine's log-probabilities are the trainer's, after every hand-over.
+            assert abs(row["rollout_kl_mean"]) < 1e-6
             assert row["num_samples"] == 16 * 8
             assert row["num_aborted_groups"] == 4
             assert row["response_tokens_mean"] > 0
