@@ -45,6 +45,7 @@ TARGETS = [
 ]
 # Long enough to be scraped several times, short enough for two busy cores.
 RUN_SETTINGS = {
+    "algorithm.type": "PPO",  # with a critic, so that its panel has data as well
     "training.totalSteps": 4,
     "training.promptsPerStep": 8,
     "cluster.ranksPerNode": 1,
