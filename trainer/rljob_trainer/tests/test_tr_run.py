@@ -18,6 +18,7 @@ from tr_run import (
 
 from rljob_api.contract import TrainerState
 
+TRACKING = {"tensorboard": True}
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
@@ -31,7 +32,7 @@ def uninterrupted(assets, tmp_path_factory):
     """One run from beginning to end."""
     run = tmp_path_factory.mktemp("runs") / "whole"
     log = run.with_suffix(".log")
-    return run, finish(start(write_job(assets, run), log), log, 0), log
+    return run, finish(start(write_job(assets, run, tracking=TRACKING), log), log, 0), log
 
 
 def test_a_whole_run_leaves_everything_in_place(uninterrupted, assets):
@@ -59,6 +60,22 @@ def test_a_whole_run_leaves_everything_in_place(uninterrupted, assets):
     initial = read_weights(assets / "model")
     assert any(not torch.equal(exported[name], initial[name]) for name in exported)
     assert "warm start 3/3" in log.read_text()
+    # One validation file is one set, named after it.
+    sets = [row["evaluation"] for row in rows if "evaluation_reward_mean" in row]
+    assert [list(entry) for entry in sets] == [["validation"]] * 3
+    assert all(entry["validation"]["num_samples"] == 6 for entry in sets)
+    assert all(0 <= entry["validation"]["pass_at_1"] <= 1 for entry in sets)
+    assert read_tensorboard(run, "train/reward_mean") == [1, 2, 3, 4]
+    assert read_tensorboard(run, "evaluation/validation/reward_mean") == [0, 2, 4]
+
+
+def read_tensorboard(run, tag):
+    """Steps of a scalar in the event files of all attempts."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return [event.step for event in events.Scalars(tag)]
 
 
 def test_a_stopped_run_resumes_as_if_nothing_had_happened(uninterrupted, assets, tmp_path):
@@ -70,7 +87,7 @@ def test_a_stopped_run_resumes_as_if_nothing_had_happened(uninterrupted, assets,
     run, log = tmp_path / "run", tmp_path / "first.log"
     with shared_ray(tmp_path) as (address, _):
         # Saves only when stopped: what is on disk then is what the stop wrote.
-        environment = write_job(assets, run, checkpoint={"every_steps": 0}) | address
+        environment = write_job(assets, run, checkpoint={"every_steps": 0}, tracking=TRACKING) | address
         process = start(environment, log)
         wait_for_line(process, log, f"train 1/{TOTAL_STEPS}")
         process.send_signal(signal.SIGTERM)
@@ -89,6 +106,7 @@ def test_a_stopped_run_resumes_as_if_nothing_had_happened(uninterrupted, assets,
     assert "warm start" not in log.read_text()
     assert read_lines(run / "metrics.jsonl") == read_lines(whole / "metrics.jsonl")
     assert read_lines(run / "samples.jsonl") == read_lines(whole / "samples.jsonl")
+    assert read_tensorboard(run, "train/reward_mean") == [1, 2, 3, 4]
     expected = read_weights(whole / "export" / f"step-{TOTAL_STEPS}")
     for name, tensor in read_weights(run / "export" / f"step-{TOTAL_STEPS}").items():
         assert torch.equal(tensor, expected[name]), name
