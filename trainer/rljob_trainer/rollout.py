@@ -89,9 +89,14 @@ class RolloutRunner:
         }
         num_wanted = len(requests) if plan.num_groups is None else plan.num_groups
         groups: dict[str, GeneratedGroup] = {}
+
+        def poll_all() -> None:
+            poll()
+            self._cluster.check_followers()
+
         try:
             for engine, reference in iterate_streams(
-                streams, timeout_seconds=plan.timeout_seconds, what="rollout", poll=poll
+                streams, timeout_seconds=plan.timeout_seconds, what="rollout", poll=poll_all
             ):
                 group: GeneratedGroup = get_value(reference, engine, FETCH_SECONDS)
                 if len(groups) == num_wanted:

@@ -9,6 +9,7 @@ import ray
 
 from rljob_api.contract import Layout
 from rljob_trainer.distributed import network
+from rljob_trainer.distributed.cluster import Cluster
 from rljob_trainer.distributed.location import ActorLocation
 from rljob_trainer.distributed.placement import NodeResources, choose_nodes, read_nodes
 from rljob_trainer.distributed.waiting import Actor, get_value, iterate_streams, wait_for_all
@@ -194,6 +195,23 @@ def test_a_dead_rank_is_blamed_not_its_peer_whose_collective_broke(workers):
     references = {peer.handle.crash.remote(): peer, dying.handle.die_later.remote(): dying}
     with pytest.raises(TransientError, match="rank 1 is gone"):
         wait_for_all(references, timeout_seconds=60, what="test")
+
+
+@pytest.mark.ray
+def test_a_dead_engine_of_another_node_is_blamed_while_the_first_node_hangs(workers):
+    """Tensor parallel over nodes: node 0 waits in a collective for node 1 and says nothing."""
+    head, follower = workers("engine 0", is_engine=True), workers("engine 0 node 1", is_engine=True)
+    ray.get([actor.handle.answer.remote(0) for actor in (head, follower)])
+
+    def make_cluster(watch):
+        return Cluster([], [head], [(0, 1)], {}, [follower], {watch: follower}, placement=None, num_parameters=0)
+
+    make_cluster(follower.handle.hang.remote()).check_followers()
+    dying = workers("engine 0 node 1", is_engine=True)
+    cluster = make_cluster(follower.handle.hang.remote())
+    cluster.watches[dying.handle.die_later.remote()] = dying
+    with pytest.raises(EngineDied, match=r"engine 0 node 1 is gone[\s\S]*last words"):
+        cluster.call_engines("hang", timeout_seconds=300)
 
 
 @pytest.mark.ray

@@ -135,7 +135,7 @@ def make_runner(monkeypatch):
 
     def make(engines: list[FakeEngine]) -> tuple[RolloutRunner, FakeRewards]:
         rewards = FakeRewards()
-        cluster: Any = SimpleNamespace(engines=engines)
+        cluster: Any = SimpleNamespace(engines=engines, check_followers=lambda: None)
         return RolloutRunner(cluster, rewards, FakeTokenizer()), rewards  # type: ignore[arg-type]
 
     return make
