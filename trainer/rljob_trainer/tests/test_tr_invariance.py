@@ -28,7 +28,7 @@ from rljob_trainer.optimization import build_optimizer
 from rljob_trainer.rows import MiniBatch, TrainRow, count_trainable, split_rows
 from rljob_trainer.update import LossSettings, Ranks, apply_update
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 WORLD_SIZES = (1, 2, 4)
 SPLITS = (1, 2, 8)
