@@ -19,6 +19,9 @@ CHUNK_TOKENS: Final = 2048
 
 def compute_entropy(logits_CV: Tensor) -> Tensor:
     """Entropy (C,) in nats of softmax(logits), float32; -inf logits count as probability 0 in value and gradient."""
+    if not torch.is_grad_enabled():
+        # Its value at 0 is right, its gradient there is not; a third of the passes over the vocabulary.
+        return torch.special.entr(torch.softmax(logits_CV.float(), dim=-1)).sum(dim=-1)
     log_probs_CV = torch.log_softmax(logits_CV.float(), dim=-1)
     # 0 x (-inf) is NaN in the forward and in the gradient: replace before multiplying.
     possible_CV = torch.isfinite(log_probs_CV)
