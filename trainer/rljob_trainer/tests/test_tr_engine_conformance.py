@@ -5,6 +5,7 @@ Native runs with all tests. The others need an environment of their own (`make t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,10 @@ class TestVLLM(EngineConformance):
         architectures=("qwen2-untied", "qwen3-tied", "llama3-untied"),
     )
 
+    @pytest.mark.skipif(
+        len(os.sched_getaffinity(0)) < 4,
+        reason="four processes of an engine take minutes to start on fewer than 4 cores",
+    )
     def test_two_tensor_parallel_ranks_share_a_bucket(
         self, start: Callable[[EngineSettings], EngineAdapter], tmp_path: Path
     ) -> None:
