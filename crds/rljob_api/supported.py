@@ -102,7 +102,7 @@ _CORRECTIONS: Final[dict[StrEnum, bool]] = {
     RolloutCorrectionLevel.TOKEN: True,
     RolloutCorrectionLevel.SEQUENCE: True,
 }
-_ENGINES: Final[dict[StrEnum, bool]] = {Engine.NATIVE: True, Engine.SGLANG: False, Engine.VLLM: True}
+_ENGINES: Final[dict[StrEnum, bool]] = {Engine.NATIVE: True, Engine.SGLANG: True, Engine.VLLM: True}
 _FABRICS: Final[dict[StrEnum, bool]] = {
     Fabric.AUTO: True,
     Fabric.TCP: True,
