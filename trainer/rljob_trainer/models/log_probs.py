@@ -102,7 +102,7 @@ def compute_log_probs(
         labels_R = functional.pad(labels_R, (0, num_missing))
     if num_tokens <= size:
         log_probs_R, statistic_R = chunk(hidden_RE, labels_R)
-        return log_probs_R[:num_tokens], statistic_R[:num_tokens]
+        return _cut(log_probs_R, num_tokens), _cut(statistic_R, num_tokens)
     parts = [
         chunk(hidden_CE, labels_C)
         if options.keep_logits
@@ -110,4 +110,10 @@ def compute_log_probs(
         for hidden_CE, labels_C in zip(hidden_RE.split(size), labels_R.split(size), strict=True)
     ]
     log_probs_R, statistic_R = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-    return log_probs_R[:num_tokens], statistic_R[:num_tokens]
+    return _cut(log_probs_R, num_tokens), _cut(statistic_R, num_tokens)
+
+
+def _cut(values: Tensor, length: int) -> Tensor:
+    """Without padding, and never a view: an in-place operation on a view that a sharded module returned would drop the
+    module's backward hook."""
+    return values if values.shape[0] == length else values[:length].clone()
