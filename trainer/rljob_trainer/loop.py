@@ -11,7 +11,6 @@ from rljob_api.contract import ResolvedJob, TrainerPhase
 from rljob_api.resolve import count_drawn_prompts
 from rljob_api.v1alpha1.algorithm import AdvantageEstimator, KLControllerType, KLPlacement
 from rljob_trainer.algorithms.kl import update_kl_coefficient
-from rljob_trainer.batching import order_mini_batches
 from rljob_trainer.checkpoint import files
 from rljob_trainer.checkpoint.base_model import fingerprint_model
 from rljob_trainer.config import build_loss_settings
@@ -22,20 +21,20 @@ from rljob_trainer.distributed.cluster import start_cluster
 from rljob_trainer.distributed.ray_connection import connect_ray
 from rljob_trainer.dynamic_sampling import CollectedBatch, collect_batch
 from rljob_trainer.engines.contract import SamplingParams
-from rljob_trainer.errors import NumericalError, StopRequested
+from rljob_trainer.errors import StopRequested
 from rljob_trainer.evaluation import evaluate_sets
-from rljob_trainer.experience import compute_explained_variance, summarise
+from rljob_trainer.experience import summarise
 from rljob_trainer.experience_maker import Experience, ExperienceMaker
 from rljob_trainer.inputs import load_inputs
-from rljob_trainer.optimization import compute_learning_rate
-from rljob_trainer.reporting import CriticReport, RunReporter, StepReport
+from rljob_trainer.reporting import RunReporter, StepReport
 from rljob_trainer.resume import ResumePoint, check_adapters, choose_resume_point, describe_start
 from rljob_trainer.rewards import RewardService
 from rljob_trainer.rollout import RolloutPlan, RolloutRunner, ScoredSample
-from rljob_trainer.rows import TrainRow, UpdateMetrics, ValueMetrics
+from rljob_trainer.rows import UpdateMetrics
 from rljob_trainer.run_state import RunState
 from rljob_trainer.saving import CheckpointSaver
 from rljob_trainer.stopping import StopSignal
+from rljob_trainer.updates import Updater
 from rljob_trainer.warm_start import run_warm_start
 
 
@@ -94,6 +93,9 @@ class Trainer:
         )
         self._dispatcher = Dispatcher(job, self._cluster, self._reporter.heartbeat)
         self._maker = ExperienceMaker(job, self._dispatcher)
+        self._updater = Updater(
+            job, self._dispatcher, self._maker, total_steps=self._total_steps, note=self._reporter.note
+        )
         self._saver = CheckpointSaver(
             job,
             self._cluster,
@@ -141,9 +143,6 @@ class Trainer:
         """Rollout with rewards, passes that the algorithm needs, advantages, updates, weight sync."""
         started = time.monotonic()
         batch, greedy = self._collect(step)
-        learning_rate = self._compute_learning_rate(self._spec.training.learning_rate, step)
-        critic: CriticReport | None = None
-        metrics: list[UpdateMetrics] = []
         with self._reporter.phase(TrainerPhase.TRAIN):
             self._dispatcher.make_room()
             experience = self._maker.make(
@@ -151,13 +150,7 @@ class Trainer:
                 kl_coefficient=self._state.kl_coefficient,
                 greedy_rewards={sample.row.uid: sample.reward for sample in greedy} if greedy else None,
             )
-            if self._uses_critic:
-                critic = self._update_critic(experience.rows, step)
-            if not self._is_critic_warmup(step):
-                mini_batches = self._cut_mini_batches(experience.rows, step, self._spec.training.epochs_per_step)
-                for number, mini_batch in enumerate(mini_batches):
-                    self._maker.select_tokens(mini_batch, seed=[self._spec.training.seed, step, number])
-                    metrics.append(self._update(mini_batch, learning_rate))
+            updates = self._updater.run(experience.rows, step, self._state)
         statistics = summarise(batch.all_samples)
         kl_coefficient = self._state.kl_coefficient
         self._state.kl_coefficient = self._adapt_kl_coefficient(experience)
@@ -171,8 +164,8 @@ class Trainer:
                 step=step,
                 epoch=self._sampler.epoch,
                 statistics=statistics,
-                updates=metrics,
-                learning_rate=learning_rate,
+                updates=updates.policy,
+                learning_rate=updates.learning_rate,
                 seconds=time.monotonic() - started,
                 weight_version=step + 1,
                 num_nan_steps=self._state.num_nan_steps,
@@ -180,7 +173,7 @@ class Trainer:
                 batch=batch,
                 shaping=experience.shaping,
                 kl_coefficient=kl_coefficient,
-                critic=critic,
+                critic=updates.critic,
                 greedy_samples=greedy or None,
             )
         )
@@ -224,76 +217,6 @@ class Trainer:
             horizon_samples=kl.controller.horizon_samples,
             num_samples=len(experience.rows),
         )
-
-    def _compute_learning_rate(self, peak: float, step: int) -> float:
-        """Policy and critic follow the same schedule, each to its own peak."""
-        training = self._spec.training
-        return compute_learning_rate(
-            step,
-            peak=peak,
-            schedule=training.schedule,
-            warmup_steps=training.warmup_steps,
-            total_steps=self._total_steps,
-            min_ratio=training.min_learning_rate_ratio,
-        )
-
-    def _is_critic_warmup(self, step: int) -> bool:
-        """Only the critic learns in the first `critic.warmupSteps` steps."""
-        return self._uses_critic and self._spec.critic is not None and step <= self._spec.critic.warmup_steps
-
-    def _update_critic(self, rows: list[TrainRow], step: int) -> CriticReport:
-        """The critic's passes over the rollout. The policy's advantages come from the values before them."""
-        settings = self._spec.critic
-        assert settings is not None, "the job is resolved"
-        learning_rate = self._compute_learning_rate(settings.learning_rate, step)
-        num_epochs = settings.epochs_per_step or self._spec.training.epochs_per_step
-        updates: list[ValueMetrics] = []
-        for mini_batch in self._cut_mini_batches(rows, step, num_epochs):
-            updates.append(self._dispatcher.update_critic(mini_batch, learning_rate=learning_rate))
-            self._count_non_finite(
-                updates[-1].is_finite,
-                f"critic: loss {updates[-1].loss}, gradient norm {updates[-1].gradient_norm}",
-                f"spec.critic.learningRate (now {settings.learning_rate:g})",
-            )
-        return CriticReport(updates, learning_rate, compute_explained_variance(rows))
-
-    def _update(self, rows: Sequence[TrainRow], learning_rate: float) -> UpdateMetrics:
-        """One optimizer update; too many non-finite ones in a row end the run."""
-        metrics = self._dispatcher.update(rows, learning_rate=learning_rate, kl_coefficient=self._state.kl_coefficient)
-        self._count_non_finite(
-            metrics.is_finite,
-            f"loss {metrics.loss}, gradient norm {metrics.gradient_norm}, entropy {metrics.entropy}, KL {metrics.kl}",
-            f"spec.training.learningRate (now {self._spec.training.learning_rate:g})",
-        )
-        return metrics
-
-    def _count_non_finite(self, is_finite: bool, facts: str, cure: str) -> None:
-        """Skipped updates are counted and named; too many in a row end the run."""
-        if is_finite:
-            self._state.num_nan_steps_in_a_row = 0
-            return
-        self._state.num_nan_steps += 1
-        self._state.num_nan_steps_in_a_row += 1
-        limit = self._spec.training.max_nan_steps
-        self._reporter.note(f"update skipped: {facts} ({self._state.num_nan_steps_in_a_row} in a row, limit {limit})")
-        if self._state.num_nan_steps_in_a_row >= limit:
-            raise NumericalError(
-                f"{limit} consecutive updates had NaN or Inf ({facts}); weights are those before them; lower {cure} or "
-                "inspect samples.jsonl"
-            )
-
-    def _cut_mini_batches(self, rows: list[TrainRow], step: int, num_epochs: int) -> list[list[TrainRow]]:
-        training, num_samples = self._spec.training, self._spec.rollout.samples_per_prompt
-        order = order_mini_batches(
-            training.prompts_per_step,
-            training.mini_batch_prompts or training.prompts_per_step,
-            num_epochs,
-            seed=[training.seed, step],
-        )
-        return [
-            [row for prompt in prompts for row in rows[prompt * num_samples : (prompt + 1) * num_samples]]
-            for prompts in order
-        ]
 
     def _plan_rollout(
         self, rows: Sequence[PromptRow], num_samples: int, temperature: float, step: int, label: str = ""

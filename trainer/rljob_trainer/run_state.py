@@ -16,6 +16,9 @@ class RunState:
     num_nan_steps: int = 0
     """Updates skipped for NaN or Inf so far."""
     num_nan_steps_in_a_row: int = 0
+    """Of the policy."""
+    num_critic_nan_steps_in_a_row: int = 0
+    """Apart from the policy's: a healthy critic must not hide a policy that never updates."""
     num_tokens_total: int = 0
     is_warm_started: bool = False
     base_model: str = ""
