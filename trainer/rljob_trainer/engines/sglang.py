@@ -8,7 +8,6 @@ prefix cache then still shares what an earlier batch computed.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import logging
 import os
@@ -18,17 +17,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from rljob_api.v1alpha1.model import DType
 from rljob_trainer.distributed.network import find_free_port
 from rljob_trainer.engines.contract import (
     EngineHealth,
     EngineInfo,
     EngineSettings,
-    FinishReason,
     GeneratedGroup,
-    GeneratedSample,
     GenerateRequest,
     LogProbMode,
     MemoryTag,
@@ -39,6 +34,7 @@ from rljob_trainer.engines.ledger import WeightLedger, read_parameter_shapes
 from rljob_trainer.engines.sglang_arguments import GPUMemory, build_arguments, choose_loopback, plan_environment
 from rljob_trainer.engines.sglang_buckets import LOAD_FORMAT, serialize_buckets
 from rljob_trainer.engines.sglang_process import POLL_SECONDS, EngineProcesses
+from rljob_trainer.engines.sglang_samples import build_sampling_params, read_sample
 from rljob_trainer.engines.sglang_weights import compute_engine_checksum
 from rljob_trainer.errors import ConfigurationError, EngineDied
 from rljob_trainer.models.policy import TORCH_DTYPES
@@ -126,6 +122,7 @@ class SGLangEngine:
             raise EngineDied(
                 f"SGLang engine: generate while {', '.join(sorted(self._offloaded))} are offloaded; call onload first"
             )
+        stop_ids = self._require_settings().stop_token_ids
         with self._generating:
             self._aborting.clear()
             finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -150,7 +147,7 @@ class SGLangEngine:
                         continue
                     request = open_requests.pop(future)
                     outputs = processes.wait(future, what=f"generate {request.uid}", timeout_seconds=CALL_SECONDS)
-                    samples = [self._read_sample(output, request, params.max_tokens) for output in outputs]
+                    samples = [read_sample(output, request, stop_ids, params.max_tokens) for output in outputs]
                     self._num_running -= request.num_samples
                     self._num_tokens_generated += sum(len(sample.token_ids) for sample in samples)
                     yield GeneratedGroup(request.uid, samples)
@@ -160,48 +157,12 @@ class SGLangEngine:
                     self._send_abort(processes)
 
     async def _generate_group(self, request: GenerateRequest, params: SamplingParams) -> list[dict[str, Any]]:
-        stop_ids = self._require_settings().stop_token_ids
-        sampling = [
-            {
-                "max_new_tokens": params.max_tokens,
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "stop_token_ids": list(stop_ids),
-                "ignore_eos": not stop_ids,
-                # Takes effect with engineArgs enable_deterministic_inference only.
-                "sampling_seed": compute_sample_seed(request, index),
-            }
-            for index in range(request.num_samples)
-        ]
         outputs: list[dict[str, Any]] = await self._require_first_node().engine.async_generate(
-            input_ids=[request.prompt_ids] * request.num_samples, sampling_params=sampling, return_logprob=True
+            input_ids=[request.prompt_ids] * request.num_samples,
+            sampling_params=build_sampling_params(request, params, self._require_settings().stop_token_ids),
+            return_logprob=True,
         )
         return outputs
-
-    def _read_sample(self, output: dict[str, Any], request: GenerateRequest, max_tokens: int) -> GeneratedSample:
-        """Checks that tokens and log-probabilities belong together before anybody trains on them."""
-        meta = output["meta_info"]
-        reason = FinishReason((meta["finish_reason"] or {}).get("type", "abort"))
-        token_ids = list(output.get("output_ids") or [])
-        pairs = list(meta.get("output_token_logprobs") or [])
-        if reason is FinishReason.ABORT:
-            # An abort can fall between a token and its log-probability.
-            length = min(len(token_ids), len(pairs))
-            reason, length = judge_aborted(token_ids[:length], self._require_settings().stop_token_ids, max_tokens)
-            token_ids, pairs = token_ids[:length], pairs[:length]
-        if [token for _, token, *_ in pairs] != token_ids:
-            raise EngineDied(
-                f"SGLang engine: sample of {request.uid} has {len(token_ids)} tokens and log-probabilities of "
-                f"{len(pairs)} others (finish reason {meta['finish_reason']})"
-            )
-        log_probs = np.asarray([value for value, *_ in pairs], dtype=np.float32)
-        if not np.isfinite(log_probs).all():
-            raise EngineDied(f"SGLang engine: sample of {request.uid} has log-probabilities that are not finite")
-        version = str(meta.get("weight_version", ""))
-        return GeneratedSample(token_ids, log_probs, reason, int(version) if version.isdecimal() else 0)
 
     def abort_all(self) -> None:
         """Without a running `generate` it does nothing."""
@@ -396,26 +357,6 @@ class SGLangEngine:
         if self._ledger is None:
             raise EngineDied("SGLang engine: not started")
         return self._ledger
-
-
-def judge_aborted(token_ids: Sequence[int], stop_ids: Sequence[int], max_tokens: int) -> tuple[FinishReason, int]:
-    """(reason, length) of a sample that SGLang reports as aborted.
-
-    When the abort and the end of a response fall into one scheduler step, SGLang calls a complete response aborted, and
-    may have decoded beyond its stop id.
-    """
-    for position, token in enumerate(token_ids):
-        if token in stop_ids:
-            return FinishReason.STOP, position + 1
-    if len(token_ids) >= max_tokens:
-        return FinishReason.LENGTH, max_tokens
-    return FinishReason.ABORT, len(token_ids)
-
-
-def compute_sample_seed(request: GenerateRequest, index: int) -> int:
-    """31 bits keyed by what identifies the sample, as the Native engine's noise is."""
-    digest = hashlib.blake2b(f"{request.seed}/{request.step}/{request.uid}/{index}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def list_argument_names(server_args: Any) -> set[str]:

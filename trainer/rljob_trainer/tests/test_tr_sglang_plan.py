@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from rljob_trainer.engines.contract import EngineSettings, FinishReason, GenerateRequest
-from rljob_trainer.engines.sglang import compute_sample_seed, judge_aborted
 from rljob_trainer.engines.sglang_arguments import (
     GPUMemory,
     build_arguments,
@@ -15,6 +14,7 @@ from rljob_trainer.engines.sglang_arguments import (
     convert_memory_fraction,
     plan_environment,
 )
+from rljob_trainer.engines.sglang_samples import compute_sample_seed, judge_aborted
 from rljob_trainer.engines.sglang_weights import unfuse
 from rljob_trainer.errors import ConfigurationError
 
