@@ -60,7 +60,7 @@ def test_epoch_counts_passes_exactly_although_rows_are_left_out():
 
 
 def test_too_few_rows_names_both_numbers():
-    with pytest.raises(ConfigurationError, match=r"promptsPerStep: 64 prompts per step, but only 63 usable"):
+    with pytest.raises(ConfigurationError, match=r"a step takes 64 prompts .* but only 63 usable"):
         PromptSampler(63, 64, seed=0)
     assert PromptSampler(64, 64, seed=0).steps_per_epoch == 1
 

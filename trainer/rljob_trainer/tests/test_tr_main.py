@@ -65,7 +65,7 @@ def edit(path, value):
     [
         (edit(["spec", "rollout", "temprature"], 1), "spec.rollout.temprature"),
         (edit(["spec", "training", "promptsPerStep"], "many"), "spec.training.promptsPerStep"),
-        (edit(["spec", "rollout", "engine"], "SGLang"), "spec.rollout.engine"),
+        (edit(["spec", "rollout", "placement"], "Separate"), "spec.rollout.placement"),
         (edit(["spec", "training", "miniBatchPrompts"], 3), "miniBatchPrompts: 3 does not divide"),
         (edit(["spec", "training", "totalEpochs"], 1), "exactly one of totalSteps and totalEpochs"),
         (edit(["layout", "worldSize"], 3), "layout.worldSize: 3"),
