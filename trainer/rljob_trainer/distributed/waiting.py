@@ -15,6 +15,14 @@ from rljob_trainer.errors import EngineDied, GPUMemoryError, TrainerError, Trans
 
 POLL_SECONDS: Final = 0.5
 CAUSE_SECONDS: Final = 15.0
+BROKEN_COLLECTIVES: Final = (
+    "Timed out waiting",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "collective operation timeout",
+    "communicator was aborted",
+)
+"""What gloo and NCCL say on a healthy rank whose peer is dead or hangs; they have no exception type for it."""
 
 
 @dataclass(frozen=True)
@@ -76,30 +84,39 @@ def wait_for_all(
                 values[reference] = ray.get(reference, timeout=timeout_seconds)
             except (RayTaskError, RayActorError, ObjectLostError, OutOfMemoryError, GetTimeoutError) as error:
                 failure = translate_error(error, references[reference])
-                raise _find_cause(failure, references, pending) from error
+                raise _find_cause(error, failure, references, pending, what) from error
         poll()
         if pending and time.monotonic() > deadline:
             raise _late([references[reference] for reference in pending], timeout_seconds, what)
     return [values[reference] for reference in references]
 
 
-def _find_cause(failure: BaseException, references: Mapping[Any, Actor], pending: list[Any]) -> BaseException:
-    """The lost actor behind an untyped failure, if there is one.
+def _find_cause(
+    error: BaseException, failure: BaseException, references: Mapping[Any, Actor], pending: list[Any], what: str
+) -> BaseException:
+    """The lost or silent actor behind what another one reports, if there is one.
 
     When a rank dies, its peers' collectives fail at once ("connection closed by peer"), seconds before Ray notices the
-    death; the peer is not the culprit.
+    death; when it hangs or never joins, they time out. The peer is not the culprit.
     """
+    is_typed = isinstance(failure, TrainerError) and not isinstance(failure, TransientError)
+    if is_typed or not isinstance(error, RayTaskError):
+        return failure
     deadline = time.monotonic() + CAUSE_SECONDS
-    while not isinstance(failure, TrainerError) and pending and time.monotonic() < deadline:
+    while pending and time.monotonic() < deadline:
         ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_SECONDS)
         for reference in ready:
             try:
                 ray.get(reference)
-            except (RayActorError, OutOfMemoryError) as error:
-                return translate_error(error, references[reference])
+            except (RayActorError, OutOfMemoryError) as death:
+                return translate_error(death, references[reference])
             except RayTaskError:
                 continue  # another victim
-    return failure
+    is_symptom = isinstance(failure, TransientError) or any(marker in str(failure) for marker in BROKEN_COLLECTIVES)
+    if not is_symptom:
+        return failure
+    silent = ", ".join(references[reference].label for reference in pending)
+    return TransientError(f"{what}: no answer from {silent}; {failure}" if silent else f"{what}: {failure}")
 
 
 def iterate_streams(

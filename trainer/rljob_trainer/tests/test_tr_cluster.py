@@ -6,12 +6,15 @@ import time
 
 import pytest
 import ray
+import torch
+import torch.distributed as dist
 
 from rljob_api.contract import Layout
 from rljob_trainer.distributed import network
 from rljob_trainer.distributed.cluster import Cluster
 from rljob_trainer.distributed.location import ActorLocation
 from rljob_trainer.distributed.placement import NodeResources, choose_nodes, read_nodes
+from rljob_trainer.distributed.process_group import join_process_group, start_store
 from rljob_trainer.distributed.waiting import Actor, get_value, iterate_streams, wait_for_all
 from rljob_trainer.errors import ConfigurationError, DataError, EngineDied, StopRequested, TransientError
 
@@ -116,6 +119,9 @@ def test_ranks_follow_addresses_and_gpu_numbers():
     ]
 
 
+COLLECTIVE_SECONDS = 5
+
+
 class Worker:
     """Behaves and misbehaves on request."""
 
@@ -138,6 +144,20 @@ class Worker:
 
     def hang(self):
         time.sleep(600)
+
+    def join(self, rank, rendezvous):
+        join_process_group(
+            rendezvous,
+            rank=rank,
+            world_size=2,
+            store=None,
+            use_gpu=False,
+            timeout_seconds=60,
+            collective_timeout_seconds=COLLECTIVE_SECONDS,
+        )
+
+    def reduce(self):
+        dist.all_reduce(torch.ones(1))
 
     def count(self, values):
         for value in values:  # noqa: UP028 - Ray's wrapper cannot delegate to a list
@@ -195,6 +215,33 @@ def test_a_dead_rank_is_blamed_not_its_peer_whose_collective_broke(workers):
     references = {peer.handle.crash.remote(): peer, dying.handle.die_later.remote(): dying}
     with pytest.raises(TransientError, match="rank 1 is gone"):
         wait_for_all(references, timeout_seconds=60, what="test")
+
+
+@pytest.mark.ray
+def test_a_rank_that_hangs_in_a_collective_is_blamed_not_the_one_that_waits_for_it(workers):
+    store, rendezvous = start_store("127.0.0.1", 2, 60)
+    waiting, silent = workers("rank 0"), workers("rank 1 (node fd00::2)")
+    ray.get([actor.handle.join.remote(rank, rendezvous) for rank, actor in enumerate((waiting, silent))], timeout=120)
+    references = {waiting.handle.reduce.remote(): waiting, silent.handle.hang.remote(): silent}
+    with pytest.raises(
+        TransientError, match=r"(?s)update: no answer from rank 1 \(node fd00::2\); rank 0: .*Timed out"
+    ) as caught:
+        wait_for_all(references, timeout_seconds=300, what="update")
+    assert caught.value.exit_code == 75
+    del store
+
+
+@pytest.mark.ray
+def test_a_rank_that_never_joins_is_named(workers):
+    store, rendezvous = start_store("127.0.0.1", 2, 60)
+    joining, absent = workers("rank 0"), workers("rank 1 (node fd00::2)")
+    references = {joining.handle.join.remote(0, rendezvous): joining, absent.handle.hang.remote(): absent}
+    with pytest.raises(
+        TransientError, match=r"no answer from rank 1 \(node fd00::2\); rank 0 of 2 could not meet"
+    ) as caught:
+        wait_for_all(references, timeout_seconds=120, what="loading the model")
+    assert caught.value.exit_code == 75
+    del store
 
 
 @pytest.mark.ray
