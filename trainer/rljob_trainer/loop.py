@@ -33,8 +33,8 @@ from rljob_trainer.rollout import RolloutPlan, RolloutRunner, ScoredSample
 from rljob_trainer.rows import UpdateMetrics
 from rljob_trainer.run_state import RunState
 from rljob_trainer.saving import CheckpointSaver
+from rljob_trainer.step_updates import Updater
 from rljob_trainer.stopping import StopSignal
-from rljob_trainer.updates import Updater
 from rljob_trainer.warm_start import run_warm_start
 
 

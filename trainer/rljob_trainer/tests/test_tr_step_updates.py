@@ -9,7 +9,7 @@ from tr_job import build_job
 from rljob_trainer.errors import NumericalError
 from rljob_trainer.rows import TrainRow
 from rljob_trainer.run_state import RunState
-from rljob_trainer.updates import Updater
+from rljob_trainer.step_updates import Updater
 
 NUM_PROMPTS, NUM_SAMPLES = 4, 2
 
