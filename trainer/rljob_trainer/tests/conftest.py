@@ -22,3 +22,18 @@ def make_job(tmp_path):
     from tr_job import build_job
 
     return build_job
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    from rljob_trainer.distributed.process_group import join_process_group, start_store
+
+    store, rendezvous = start_store("127.0.0.1", 1, 60)
+    join_process_group(
+        rendezvous, rank=0, world_size=1, store=store, use_gpu=False, timeout_seconds=60, collective_timeout_seconds=60
+    )
+    yield
+    dist.destroy_process_group()

@@ -15,7 +15,6 @@ from rljob_api.v1alpha1.model import DType
 from rljob_trainer.batching import plan_batches
 from rljob_trainer.checkpoint.state import StatePart, StateWriter, load_state
 from rljob_trainer.critic import CriticRank
-from rljob_trainer.distributed.process_group import join_process_group, start_store
 from rljob_trainer.errors import CheckpointError
 from rljob_trainer.models.policy import PolicyModel, load_causal_lm
 from rljob_trainer.models.sharding import shard_policy
@@ -108,17 +107,6 @@ def two_ranks(job, tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("critic-ranks")
     run_ranks(run_rank, 2, job, tiny_model, str(directory))
     return directory, [json.loads((directory / f"found-{rank}.json").read_text()) for rank in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    """A process group of this process alone."""
-    store, rendezvous = start_store("127.0.0.1", 1, 60)
-    join_process_group(
-        rendezvous, rank=0, world_size=1, store=store, use_gpu=False, timeout_seconds=60, collective_timeout_seconds=60
-    )
-    yield
-    dist.destroy_process_group()
 
 
 def test_two_ranks_take_the_same_steps_as_one(two_ranks, one_rank, job, tiny_model):

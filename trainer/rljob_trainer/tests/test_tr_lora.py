@@ -18,7 +18,6 @@ from rljob_trainer.batching import plan_batches
 from rljob_trainer.checkpoint.base_model import check_base_model, fingerprint_model
 from rljob_trainer.checkpoint.export import export_policy
 from rljob_trainer.checkpoint.state import StatePart, StateWriter, gather_full_weights, load_state
-from rljob_trainer.distributed.process_group import join_process_group, start_store
 from rljob_trainer.errors import CheckpointError, ConfigurationError
 from rljob_trainer.memory_plan import build_memory_request, read_model_shape
 from rljob_trainer.models.loading import load_sharded_policy
@@ -132,17 +131,6 @@ def two_ranks(source, tmp_path_factory):
     directory = tmp_path_factory.mktemp("lora-ranks")
     run_ranks(run_rank, 2, source, str(directory))
     return directory, [json.loads((directory / f"found-{rank}.json").read_text()) for rank in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    """A process group of this process alone."""
-    store, rendezvous = start_store("127.0.0.1", 1, 60)
-    join_process_group(
-        rendezvous, rank=0, world_size=1, store=store, use_gpu=False, timeout_seconds=60, collective_timeout_seconds=60
-    )
-    yield
-    dist.destroy_process_group()
 
 
 def test_adapters_start_as_the_base_model(one_rank, source):

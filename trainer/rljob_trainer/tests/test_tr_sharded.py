@@ -18,7 +18,6 @@ from rljob_api.v1alpha1.rollout import Training
 from rljob_trainer.batching import plan_batches
 from rljob_trainer.checkpoint.export import export_policy
 from rljob_trainer.checkpoint.state import StatePart, StateWriter, gather_full_weights, load_state
-from rljob_trainer.distributed.process_group import join_process_group, start_store
 from rljob_trainer.models.policy import PolicyModel, load_causal_lm
 from rljob_trainer.models.sharding import clean_parameter_name, shard_policy
 from rljob_trainer.optimization import build_optimizer
@@ -114,17 +113,6 @@ def two_ranks(tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("two-ranks")
     run_ranks(run_rank, 2, tiny_model, str(directory))
     return directory, [json.loads((directory / f"found-{rank}.json").read_text()) for rank in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    """A process group of this process alone."""
-    store, rendezvous = start_store("127.0.0.1", 1, 60)
-    join_process_group(
-        rendezvous, rank=0, world_size=1, store=store, use_gpu=False, timeout_seconds=60, collective_timeout_seconds=60
-    )
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["one", "all", "kept"])
