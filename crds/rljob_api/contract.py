@@ -31,10 +31,17 @@ class Layout(ApiModel):
     """GPUs per worker pod; 0 on CPUs."""
     world_size: Annotated[int, Field(ge=1)]
     """num_nodes x ranks_per_node."""
+    engine_gpus_per_node: Annotated[int, Field(ge=0)] = 0
+    """GPUs per worker pod that only engines use (`rollout.placement: Separate`); 0: they share those of the ranks."""
     tensor_parallel_size: Annotated[int, Field(ge=1)]
-    """Ranks of one engine replica."""
+    """Engine slots of one engine replica."""
     num_engines: Annotated[int, Field(ge=1)]
-    """world_size / tensor_parallel_size."""
+    """num_nodes x engine_slots_per_node / tensor_parallel_size."""
+
+    @property
+    def engine_slots_per_node(self) -> int:
+        """Places for tensor parallel ranks of engines in a worker pod: GPUs of their own, else the trainer's ranks."""
+        return self.engine_gpus_per_node or self.ranks_per_node
 
 
 class Paths(ApiModel):

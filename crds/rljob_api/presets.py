@@ -13,7 +13,10 @@ from rljob_api.v1alpha1.algorithm import (
     DynamicSampling,
     LossAggregation,
     PolicyLoss,
+    RolloutCorrection,
+    RolloutCorrectionLevel,
 )
+from rljob_api.v1alpha1.rollout import Placement, Rollout
 
 
 @dataclass(frozen=True)
@@ -125,11 +128,22 @@ DISCOUNTED_ESTIMATORS: Final = frozenset({AdvantageEstimator.GAE, AdvantageEstim
 """Estimators that read `gamma`."""
 
 
-def resolve_algorithm(algorithm: Algorithm) -> Algorithm:
+def compute_max_staleness_steps(rollout: Rollout) -> int:
+    """`maxStalenessSteps`, by default one step where engines have GPUs of their own, else none."""
+    if rollout.max_staleness_steps is not None:
+        return rollout.max_staleness_steps
+    return 1 if rollout.placement is Placement.SEPARATE else 0
+
+
+def resolve_algorithm(algorithm: Algorithm, rollout: Rollout | None = None) -> Algorithm:
     """The algorithm with every optional part filled: what the user set, else the preset's, else the policy loss's.
 
     A policy loss that overrides the preset's brings its own clip range and aggregation: GSPO with PPO's clip range
     would never clip. `overlong_penalty` stays absent when absent: its length has no default.
+
+    Args:
+        algorithm: as written.
+        rollout: decides whether samples may be of older weights, which a correction then is on for; default: not.
     """
     preset = PRESETS[algorithm.type]
     policy_loss = algorithm.policy_loss or preset.policy_loss
@@ -152,5 +166,19 @@ def resolve_algorithm(algorithm: Algorithm) -> Algorithm:
                 dual=clip.dual,
             ),
             "dynamic_sampling": algorithm.dynamic_sampling or DynamicSampling(enabled=preset.dynamic_sampling),
+            "rollout_correction": _resolve_correction(
+                algorithm.rollout_correction,
+                policy_loss,
+                is_stale=rollout is not None and compute_max_staleness_steps(rollout) > 0,
+            ),
         }
     )
+
+
+def _resolve_correction(correction: RolloutCorrection, policy_loss: PolicyLoss, *, is_stale: bool) -> RolloutCorrection:
+    """Samples of older weights get token weights, unless the loss's own ratio already corrects them (bypass)."""
+    if correction.level is not None:
+        return correction
+    ratio_corrects = correction.bypass_old_log_probs and policy_loss is not PolicyLoss.GPG
+    level = RolloutCorrectionLevel.TOKEN if is_stale and not ratio_corrects else RolloutCorrectionLevel.NONE
+    return correction.model_copy(update={"level": level})

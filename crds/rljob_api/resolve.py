@@ -13,14 +13,14 @@ from typing import Final
 from rljob_api.catalogue import Catalogue, CatalogueError
 from rljob_api.contract import Layout, Paths, ResolvedJob, Server
 from rljob_api.names import STORAGE_MOUNT_PATH, TRAINER_PORT
-from rljob_api.presets import resolve_algorithm
+from rljob_api.presets import compute_max_staleness_steps, resolve_algorithm
 from rljob_api.quantity import GIBIBYTE, format_bytes, parse_quantity
 from rljob_api.targets import Target
 from rljob_api.v1alpha1.algorithm import AdvantageEstimator, KLPlacement
 from rljob_api.v1alpha1.cluster import Cluster, ContainerResources, IPFamily
 from rljob_api.v1alpha1.data import Reward, RewardFunction, RewardType
 from rljob_api.v1alpha1.model import Critic, Model, Reference
-from rljob_api.v1alpha1.rollout import Engine, Training
+from rljob_api.v1alpha1.rollout import Engine, Placement, Training
 from rljob_api.v1alpha1.spec import RLJob, RLJobSpec
 
 DEFAULT_MICRO_BATCH_TOKENS: Final = 8192
@@ -45,6 +45,13 @@ def compute_world_size(cluster: Cluster) -> int:
     return cluster.nodes * compute_ranks_per_node(cluster)
 
 
+def compute_engine_gpus_per_node(spec: RLJobSpec) -> int:
+    """GPUs of a worker pod that only engines use: with `rollout.placement: Separate`, those without a trainer rank."""
+    if spec.rollout.placement is not Placement.SEPARATE or spec.cluster.gpus_per_node == 0:
+        return 0
+    return max(0, spec.cluster.gpus_per_node - compute_ranks_per_node(spec.cluster))
+
+
 def compute_longest_sequence_tokens(spec: RLJobSpec) -> int:
     """The longest prompt plus the longest response, in tokens."""
     return spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
@@ -60,23 +67,33 @@ def compute_layout(spec: RLJobSpec) -> Layout:
     """Ranks and engines of a spec.
 
     Raises:
-        ValueError: there are no ranks, or `tensorParallelSize` does not divide them (`check_job` says it better).
+        ValueError: there are no ranks, no GPUs are left for separate engines, or `tensorParallelSize` does not divide
+            what the engines have (`check_job` says it better).
     """
     world_size = compute_world_size(spec.cluster)
     tensor_parallel_size = spec.rollout.tensor_parallel_size
+    engine_gpus_per_node = compute_engine_gpus_per_node(spec)
     if world_size == 0:
         raise ValueError("spec.cluster.ranksPerNode: required when gpusPerNode is 0; for example 2")
-    if world_size % tensor_parallel_size:
+    if spec.rollout.placement is Placement.SEPARATE and spec.cluster.gpus_per_node and not engine_gpus_per_node:
         raise ValueError(
-            f"spec.rollout.tensorParallelSize: {tensor_parallel_size} does not divide the {world_size} ranks of the job"
+            f"spec.cluster.ranksPerNode: must be less than gpusPerNode ({spec.cluster.gpus_per_node}) with placement "
+            "Separate, the rest is for engines"
+        )
+    num_slots = spec.cluster.nodes * engine_gpus_per_node or world_size
+    if num_slots % tensor_parallel_size:
+        raise ValueError(
+            f"spec.rollout.tensorParallelSize: {tensor_parallel_size} does not divide the {num_slots} "
+            f"{'GPUs of the engines' if engine_gpus_per_node else 'ranks of the job'}"
         )
     return Layout(
         num_nodes=spec.cluster.nodes,
         ranks_per_node=compute_ranks_per_node(spec.cluster),
         gpus_per_node=spec.cluster.gpus_per_node,
         world_size=world_size,
+        engine_gpus_per_node=engine_gpus_per_node,
         tensor_parallel_size=tensor_parallel_size,
-        num_engines=world_size // tensor_parallel_size,
+        num_engines=num_slots // tensor_parallel_size,
     )
 
 
@@ -86,10 +103,10 @@ def resolve_spec(spec: RLJobSpec, catalogue: Catalogue, target: Target) -> RLJob
     Raises:
         CatalogueError: no image for the engine and version asked for.
     """
-    algorithm = resolve_algorithm(spec.algorithm)
+    algorithm = resolve_algorithm(spec.algorithm, spec.rollout)
     uses_critic = algorithm.advantage_estimator is AdvantageEstimator.GAE
     uses_reference = algorithm.kl.placement is not KLPlacement.NONE
-    rollout = spec.rollout
+    rollout = spec.rollout.model_copy(update={"max_staleness_steps": compute_max_staleness_steps(spec.rollout)})
     cluster = spec.cluster.model_copy(update={"ranks_per_node": compute_ranks_per_node(spec.cluster) or None})
     if target is Target.KUBERNETES:
         cluster, engine_version = _resolve_images(cluster, rollout.engine, rollout.engine_version, catalogue)

@@ -131,7 +131,7 @@ def _uses_reward(kind: RewardType) -> Callable[[RLJobSpec], bool]:
 
 
 def _uses_dynamic_sampling(spec: RLJobSpec) -> bool:
-    sampling = resolve_algorithm(spec.algorithm).dynamic_sampling
+    sampling = resolve_algorithm(spec.algorithm, spec.rollout).dynamic_sampling
     return sampling is not None and sampling.enabled
 
 
@@ -139,19 +139,19 @@ FEATURES: Final[tuple[Feature, ...]] = (
     *_list_choices(
         "spec.algorithm.advantageEstimator",
         AdvantageEstimator,
-        lambda spec: resolve_algorithm(spec.algorithm).advantage_estimator,
+        lambda spec: resolve_algorithm(spec.algorithm, spec.rollout).advantage_estimator,
         _ESTIMATORS,
     ),
     *_list_choices(
         "spec.algorithm.policyLoss",
         PolicyLoss,
-        lambda spec: resolve_algorithm(spec.algorithm).policy_loss,
+        lambda spec: resolve_algorithm(spec.algorithm, spec.rollout).policy_loss,
         _POLICY_LOSSES,
     ),
     *_list_choices(
         "spec.algorithm.lossAggregation",
         LossAggregation,
-        lambda spec: resolve_algorithm(spec.algorithm).loss_aggregation,
+        lambda spec: resolve_algorithm(spec.algorithm, spec.rollout).loss_aggregation,
         _AGGREGATIONS,
     ),
     *_list_choices(
@@ -166,7 +166,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
     *_list_choices(
         "spec.algorithm.rolloutCorrection.level",
         RolloutCorrectionLevel,
-        lambda spec: spec.algorithm.rollout_correction.level,
+        lambda spec: resolve_algorithm(spec.algorithm, spec.rollout).rollout_correction.level,
         _CORRECTIONS,
     ),
     Feature(

@@ -52,6 +52,12 @@ def _format(template: str, *numbers: str) -> str:
 
 _RANKS: Final = "(has(self.cluster.ranksPerNode) ? self.cluster.ranksPerNode : self.cluster.gpusPerNode)"
 _WORLD: Final = f"(self.cluster.nodes * {_RANKS})"
+_ENGINE_SLOTS: Final = (
+    f"(self.rollout.placement == 'Separate' && self.cluster.gpusPerNode > {_RANKS} ? "
+    f"self.cluster.gpusPerNode - {_RANKS} : {_RANKS})"
+)
+"""Per pod: engines have GPUs of their own, or those of the ranks."""
+_ALL_ENGINE_SLOTS: Final = f"(self.cluster.nodes * {_ENGINE_SLOTS})"
 _SEQUENCES: Final = "(self.training.promptsPerStep * self.rollout.samplesPerPrompt)"
 _LONGEST: Final = "(self.data.maxPromptTokens + self.rollout.maxResponseTokens)"
 
@@ -79,23 +85,34 @@ SPEC_RULES: Final = [
         ".training",
     ),
     CELRule(
-        f"{_WORLD} % self.rollout.tensorParallelSize == 0",
-        "tensorParallelSize must divide cluster.nodes x cluster.ranksPerNode; 1 always does",
+        f"{_ALL_ENGINE_SLOTS} % self.rollout.tensorParallelSize == 0",
+        "tensorParallelSize must divide cluster.nodes x cluster.ranksPerNode, with placement Separate cluster.nodes x "
+        "(gpusPerNode - ranksPerNode); 1 always does",
         ".rollout.tensorParallelSize",
         _format(
-            "%d must divide the %d ranks of the job (nodes %d x ranksPerNode %d); 1 always does",
+            "%d must divide the %d %s of the job (nodes %d x %s %d); 1 always does",
             "self.rollout.tensorParallelSize",
-            _WORLD,
+            _ALL_ENGINE_SLOTS,
+            "self.rollout.placement == 'Separate' ? 'engine GPUs' : 'ranks'",
             "self.cluster.nodes",
-            _RANKS,
+            "self.rollout.placement == 'Separate' ? '(gpusPerNode - ranksPerNode)' : 'ranksPerNode'",
+            _ENGINE_SLOTS,
         ),
     ),
     CELRule(
-        f"{_RANKS} == 0 || {_WORLD} % self.rollout.tensorParallelSize != 0 || "
-        f"{_RANKS} % self.rollout.tensorParallelSize == 0 || self.rollout.tensorParallelSize % {_RANKS} == 0",
-        "tensorParallelSize must divide ranksPerNode or be a multiple of it, or engines would be cut across pods; "
-        "1 always fits",
+        f"{_RANKS} == 0 || {_ALL_ENGINE_SLOTS} % self.rollout.tensorParallelSize != 0 || "
+        f"{_ENGINE_SLOTS} % self.rollout.tensorParallelSize == 0 || "
+        f"self.rollout.tensorParallelSize % {_ENGINE_SLOTS} == 0",
+        "tensorParallelSize must divide ranksPerNode (placement Separate: gpusPerNode - ranksPerNode) or be a multiple "
+        "of it, or engines would be cut across pods; 1 always fits",
         ".rollout.tensorParallelSize",
+    ),
+    CELRule(
+        "self.rollout.placement != 'Separate' || self.cluster.gpusPerNode == 0 || "
+        "(has(self.cluster.ranksPerNode) && self.cluster.ranksPerNode < self.cluster.gpusPerNode)",
+        "ranksPerNode is required with rollout.placement Separate and must be less than gpusPerNode, the other GPUs "
+        "are the engines'; for example ranksPerNode: 6 of gpusPerNode: 8",
+        ".cluster.ranksPerNode",
     ),
     CELRule(
         f"!{_uses_estimator(GROUP_ESTIMATORS)} || self.rollout.samplesPerPrompt >= 2",
@@ -176,6 +193,13 @@ RULES_OF_MODEL: Final[dict[str, list[CELRule]]] = {
             "!(has(self.microBatchTokens) && has(self.microBatchSequences))",
             "microBatchTokens and microBatchSequences exclude each other; keep microBatchTokens",
             ".microBatchSequences",
+        ),
+    ],
+    "Rollout": [
+        CELRule(
+            "self.placement == 'Separate' || !has(self.maxStalenessSteps) || self.maxStalenessSteps == 0",
+            "maxStalenessSteps needs engines with GPUs of their own; use 0, or placement: Separate",
+            ".maxStalenessSteps",
         ),
     ],
     "Cluster": [

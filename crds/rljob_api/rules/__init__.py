@@ -19,6 +19,7 @@ from rljob_api.rules.environment import ENVIRONMENT_RULES
 from rljob_api.rules.lifecycle import LIFECYCLE_RULES
 from rljob_api.rules.losses import LOSS_RULES
 from rljob_api.rules.model import MODEL_RULES
+from rljob_api.rules.placement import PLACEMENT_RULES
 from rljob_api.rules.pods import POD_RULES
 from rljob_api.rules.rollout import ROLLOUT_RULES
 from rljob_api.rules.sizes import SIZE_RULES
@@ -34,6 +35,7 @@ RULES: Final[tuple[Rule, ...]] = (
     *MODEL_RULES,
     *DATA_RULES,
     *ROLLOUT_RULES,
+    *PLACEMENT_RULES,
     *SIZE_RULES,
     *CHECKPOINT_RULES,
     *CLUSTER_RULES,

@@ -9,7 +9,12 @@ from typing import Any
 
 from rljob_api.findings import Finding
 from rljob_api.presets import resolve_algorithm
-from rljob_api.resolve import compute_longest_sequence_tokens, compute_ranks_per_node, compute_world_size
+from rljob_api.resolve import (
+    compute_engine_gpus_per_node,
+    compute_longest_sequence_tokens,
+    compute_ranks_per_node,
+    compute_world_size,
+)
 from rljob_api.targets import Target
 from rljob_api.v1alpha1.algorithm import AdvantageEstimator, Algorithm
 from rljob_api.v1alpha1.base import ApiModel
@@ -33,7 +38,7 @@ class RuleContext:
     @cached_property
     def algorithm(self) -> Algorithm:
         """The algorithm with its preset applied."""
-        return resolve_algorithm(self.spec.algorithm)
+        return resolve_algorithm(self.spec.algorithm, self.spec.rollout)
 
     @property
     def estimator(self) -> AdvantageEstimator:
@@ -49,6 +54,22 @@ class RuleContext:
     def world_size(self) -> int:
         """Ranks of the job; 0 when undefined."""
         return compute_world_size(self.spec.cluster)
+
+    @property
+    def engine_slots_per_node(self) -> int:
+        """Places for tensor parallel ranks of engines in a pod: GPUs of their own, else the trainer's ranks; 0 when
+        undefined."""
+        return compute_engine_gpus_per_node(self.spec) or self.ranks_per_node
+
+    @property
+    def num_engine_slots(self) -> int:
+        """Of the job."""
+        return self.spec.cluster.nodes * self.engine_slots_per_node
+
+    @property
+    def engine_slot_name(self) -> str:
+        """What a slot is, in the plural, for messages."""
+        return "engine GPUs" if compute_engine_gpus_per_node(self.spec) else "ranks"
 
     @property
     def longest_sequence_tokens(self) -> int:

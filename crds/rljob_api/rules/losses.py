@@ -72,7 +72,7 @@ def check_loss_aggregation(context: RuleContext) -> Iterable[Finding]:
 
 def check_rollout_correction(context: RuleContext) -> Iterable[Finding]:
     """Fields of the weights without weights, and an empty band."""
-    correction = context.spec.algorithm.rollout_correction
+    correction = context.algorithm.rollout_correction
     if correction.level is RolloutCorrectionLevel.NONE:
         for name in ("truncation", "floor", "normalize"):
             if is_changed(correction, name):
@@ -113,7 +113,7 @@ def check_rejection(context: RuleContext) -> Iterable[Finding]:
 
 def check_bypass(context: RuleContext) -> Iterable[Finding]:
     """With the engine's log-probabilities as the old ones the ratio is the weight: it would count twice."""
-    correction, loss = context.spec.algorithm.rollout_correction, context.algorithm.policy_loss
+    correction, loss = context.algorithm.rollout_correction, context.algorithm.policy_loss
     if not correction.bypass_old_log_probs:
         return
     if correction.level is not RolloutCorrectionLevel.NONE and loss is not PolicyLoss.GPG:

@@ -9,7 +9,7 @@ from typing import Final
 from rljob_api.findings import Finding, FindingReason, make_error, make_warning
 from rljob_api.resolve import count_drawn_prompts
 from rljob_api.rules.context import Rule, RuleContext, find_nearest, is_changed, list_divisors
-from rljob_api.v1alpha1.rollout import Engine, Schedule
+from rljob_api.v1alpha1.rollout import Engine, Placement, Schedule
 
 _TP: Final = "spec.rollout.tensorParallelSize"
 _MAX_UNUSED_ROW_SHARE: Final = 0.05
@@ -30,40 +30,45 @@ def check_ranks(context: RuleContext) -> Iterable[Finding]:
         yield make_error(
             path, f"{ranks} ranks cannot share {gpus} GPUs, each rank needs its own; use {gpus}", FindingReason.CONFLICT
         )
-    if ranks is not None and ranks < gpus:
+    if ranks is not None and ranks < gpus and context.spec.rollout.placement is Placement.COLOCATED:
         yield make_warning(
             path,
             f"{ranks} ranks leave {gpus - ranks} of {gpus} GPUs per pod unused; set ranksPerNode to {gpus} or "
-            f"gpusPerNode to {ranks}",
+            f"gpusPerNode to {ranks}, or give them to engines with spec.rollout.placement: Separate",
         )
 
 
 def check_tensor_parallel_divides(context: RuleContext) -> Iterable[Finding]:
     """Every engine replica has the same number of GPUs, and replicas do not straddle pods unevenly."""
-    tp, world_size, ranks = context.spec.rollout.tensor_parallel_size, context.world_size, context.ranks_per_node
-    if world_size == 0:
+    tp, num_slots, per_node = (
+        context.spec.rollout.tensor_parallel_size,
+        context.num_engine_slots,
+        context.engine_slots_per_node,
+    )
+    if num_slots == 0:
         return
-    nodes = context.spec.cluster.nodes
+    nodes, name = context.spec.cluster.nodes, context.engine_slot_name
     valid = ", ".join(str(size) for size in list_valid_tensor_parallel_sizes(context))
-    if world_size % tp:
+    if num_slots % tp:
+        origin = "ranksPerNode" if name == "ranks" else "(gpusPerNode - ranksPerNode)"
         yield make_error(
             _TP,
-            f"{tp} must divide the {world_size} ranks of the job (nodes {nodes} x ranksPerNode {ranks}); "
+            f"{tp} must divide the {num_slots} {name} of the job (nodes {nodes} x {origin} {per_node}); "
             f"valid values: {valid}",
             FindingReason.DOES_NOT_DIVIDE,
         )
-    elif not _fits_pods(tp, ranks):
+    elif not _fits_pods(tp, per_node):
         yield make_error(
             _TP,
-            f"{tp} would cut engines across pods of {ranks} ranks; it must divide {ranks} or be a multiple of it; "
-            f"valid values: {valid}",
+            f"{tp} would cut engines across pods of {per_node} {name}; it must divide {per_node} or be a multiple of "
+            f"it; valid values: {valid}",
             FindingReason.DOES_NOT_DIVIDE,
         )
-    elif tp > ranks:
+    elif tp > per_node:
         yield make_warning(
             _TP,
-            f"{tp} spans {tp // ranks} pods of {ranks} ranks: every token crosses the network; {ranks} or less keeps "
-            "an engine inside one pod",
+            f"{tp} spans {tp // per_node} pods of {per_node} {name}: every token crosses the network; {per_node} or "
+            "less keeps an engine inside one pod",
         )
 
 
@@ -73,37 +78,37 @@ def check_tensor_parallel_heads(context: RuleContext) -> Iterable[Finding]:
     heads = context.get_model_number("num_attention_heads", "n_head")
     kv_heads = context.get_model_number("num_key_value_heads")
     valid = ", ".join(str(size) for size in list_valid_tensor_parallel_sizes(context)) or "1"
+    available = f"{context.num_engine_slots} {context.engine_slot_name}"
     if heads is not None and heads % tp:
         yield make_error(
             _TP,
-            f"{tp} must divide the model's {heads} attention heads; valid values on {context.world_size} ranks: "
+            f"{tp} must divide the model's {heads} attention heads; valid values on {available}: "
             f"{valid} (divisors of {heads}: {', '.join(map(str, list_divisors(heads)))})",
             FindingReason.DOES_NOT_DIVIDE,
         )
     elif kv_heads is not None and kv_heads % tp and tp % kv_heads:
         yield make_error(
             _TP,
-            f"neither divides: {tp} and the model's {kv_heads} KV heads; valid values on {context.world_size} ranks: "
-            f"{valid}",
+            f"neither divides: {tp} and the model's {kv_heads} KV heads; valid values on {available}: {valid}",
             FindingReason.DOES_NOT_DIVIDE,
         )
 
 
 def list_valid_tensor_parallel_sizes(context: RuleContext) -> list[int]:
-    """Sizes that divide the world, fit the pods and, where the model is known, its heads."""
+    """Sizes that divide what the engines have, fit the pods and, where the model is known, its heads."""
     heads = context.get_model_number("num_attention_heads", "n_head")
     kv_heads = context.get_model_number("num_key_value_heads")
     return [
         size
-        for size in list_divisors(context.world_size or 1)
-        if _fits_pods(size, context.ranks_per_node)
+        for size in list_divisors(context.num_engine_slots or 1)
+        if _fits_pods(size, context.engine_slots_per_node)
         and (heads is None or heads % size == 0)
         and (kv_heads is None or kv_heads % size == 0 or size % kv_heads == 0)
     ]
 
 
-def _fits_pods(tp: int, ranks_per_node: int) -> bool:
-    return ranks_per_node == 0 or ranks_per_node % tp == 0 or tp % ranks_per_node == 0
+def _fits_pods(tp: int, slots_per_node: int) -> bool:
+    return slots_per_node == 0 or slots_per_node % tp == 0 or tp % slots_per_node == 0
 
 
 def check_native_tensor_parallel(context: RuleContext) -> Iterable[Finding]:

@@ -16,6 +16,8 @@ from rljob_api.targets import Target
 from rljob_api.testing import make_job
 from rljob_api.v1alpha1 import Engine, IPFamily, RLJobSpec
 
+SEPARATE: dict[str, Any] = {"rollout.placement": "Separate", "cluster.ranksPerNode": 6}
+
 
 def resolve(changes: dict[str, Any] | None = None, target: Target = Target.KUBERNETES) -> RLJobSpec:
     return resolve_spec(make_job(changes).spec, DEFAULT_CATALOGUE, target)
@@ -94,6 +96,36 @@ def look_up(spec: RLJobSpec, path: str) -> Any:
         ),
         ({"reward.functions": [{"type": "Python", "path": "/r.py"}]}, "reward.functions.0.function", "score"),
         ({}, "algorithm.policyLoss", "PPOClip"),
+        ({}, "rollout.maxStalenessSteps", 0),
+        ({}, "algorithm.rolloutCorrection.level", "None"),
+        (SEPARATE, "rollout.maxStalenessSteps", 1),
+        ({**SEPARATE, "rollout.maxStalenessSteps": 0}, "rollout.maxStalenessSteps", 0),
+        # Samples of older weights are corrected unless somebody says otherwise.
+        (SEPARATE, "algorithm.rolloutCorrection.level", "Token"),
+        (SEPARATE, "algorithm.rolloutCorrection.truncation", 2.0),
+        ({**SEPARATE, "rollout.maxStalenessSteps": 0}, "algorithm.rolloutCorrection.level", "None"),
+        ({**SEPARATE, "algorithm.rolloutCorrection.level": "None"}, "algorithm.rolloutCorrection.level", "None"),
+        (
+            {**SEPARATE, "algorithm.rolloutCorrection.level": "Sequence"},
+            "algorithm.rolloutCorrection.level",
+            "Sequence",
+        ),
+        # The ratio to the engine's log-probabilities is the correction, except where the loss has no ratio.
+        (
+            {**SEPARATE, "algorithm.rolloutCorrection.bypassOldLogProbs": True},
+            "algorithm.rolloutCorrection.level",
+            "None",
+        ),
+        (
+            {**SEPARATE, "algorithm": {"type": "GPG", "rolloutCorrection": {"bypassOldLogProbs": True}}},
+            "algorithm.rolloutCorrection.level",
+            "Token",
+        ),
+        (
+            {**SEPARATE, "cluster": {"gpusPerNode": 0, "ranksPerNode": 2}},
+            "algorithm.rolloutCorrection.level",
+            "Token",
+        ),
     ],
 )
 def test_derived_defaults(changes: dict[str, Any], path: str, want: Any) -> None:
@@ -103,7 +135,12 @@ def test_derived_defaults(changes: dict[str, Any], path: str, want: Any) -> None
 @pytest.mark.parametrize("target", list(Target))
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"algorithm.type": "PPO"}, {"rollout.engine": "Native", "cluster": {"gpusPerNode": 0, "ranksPerNode": 2}}],
+    [
+        {},
+        SEPARATE,
+        {"algorithm.type": "PPO"},
+        {"rollout.engine": "Native", "cluster": {"gpusPerNode": 0, "ranksPerNode": 2}},
+    ],
 )
 def test_resolving_is_idempotent_and_does_not_touch_its_input(changes: dict[str, Any], target: Target) -> None:
     job = make_job(changes)
@@ -168,8 +205,31 @@ def test_a_cluster_needs_a_decided_address_family() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "world_size", "engine_gpus", "num_engines"),
+    [
+        ({}, 8, 0, 8),
+        (SEPARATE, 6, 2, 2),
+        ({**SEPARATE, "rollout.tensorParallelSize": 2}, 6, 2, 1),
+        ({**SEPARATE, "cluster.nodes": 2, "rollout.tensorParallelSize": 4}, 12, 2, 1),
+        ({**SEPARATE, "cluster.ranksPerNode": 1}, 1, 7, 7),
+        # On CPUs nothing is split: an engine for each tensor parallel group of ranks.
+        ({**SEPARATE, "cluster": {"gpusPerNode": 0, "ranksPerNode": 2}}, 2, 0, 2),
+        # Not separate: GPUs without a rank have no engine either.
+        ({"cluster.ranksPerNode": 6}, 6, 0, 6),
+    ],
+)
+def test_ranks_and_engines(changes: dict[str, Any], world_size: int, engine_gpus: int, num_engines: int) -> None:
+    layout = compute_layout(make_job(changes).spec)
+    assert (layout.world_size, layout.num_engines) == (world_size, num_engines)
+    assert layout.engine_gpus_per_node == engine_gpus
+    assert layout.engine_slots_per_node == (engine_gpus or layout.ranks_per_node)
+
+
+@pytest.mark.parametrize(
     ("changes", "want"),
     [
+        ({**SEPARATE, "rollout.tensorParallelSize": 3}, "3 does not divide the 2 GPUs of the engines"),
+        ({"rollout.placement": "Separate"}, "ranksPerNode: must be less than gpusPerNode \\(8\\)"),
         ({"rollout.tensorParallelSize": 3}, "3 does not divide the 8 ranks"),
         ({"cluster.gpusPerNode": 0}, "ranksPerNode: required"),
     ],

@@ -219,8 +219,10 @@ class RejectionRule(ApiModel):
 class RolloutCorrection(ApiModel):
     """Importance correction for the mismatch of trainer and engine log-probabilities."""
 
-    level: RolloutCorrectionLevel = RolloutCorrectionLevel.NONE
-    """Token or sequence weights pi_trainer/pi_engine that multiply the token losses; None: no weights."""
+    level: RolloutCorrectionLevel | None = None
+    """Token or sequence weights pi_trainer/pi_engine that multiply the token losses; None: no weights. Default: Token
+    where samples may be of older weights (`rollout.maxStalenessSteps`) and the loss's ratio does not correct that
+    already (`bypassOldLogProbs`), else None."""
     truncation: Annotated[float, Field(gt=0, le=1e9)] = 2.0
     """Weights above this are truncated to it."""
     floor: Annotated[float, Field(ge=0, le=1e9)] | None = None

@@ -94,7 +94,8 @@ class Cluster(ApiModel):
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 8
     """GPUs of a worker pod; 0 runs on CPUs (then `ranksPerNode` is needed)."""
     ranks_per_node: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Trainer ranks of a worker pod; default gpusPerNode."""
+    """Trainer ranks of a worker pod; default gpusPerNode. With `rollout.placement: Separate` the other GPUs are the
+    engines', so that it is required and must be less than gpusPerNode."""
     gpu_resource_name: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[a-zA-Z0-9._-]+$", max_length=128)] = (
         "nvidia.com/gpu"
     )

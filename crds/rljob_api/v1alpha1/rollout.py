@@ -35,9 +35,14 @@ class Rollout(ApiModel):
     ) = None
     """Version of the engine in the image; decides environment and arguments. Default: the image catalogue's."""
     placement: Placement = Placement.COLOCATED
-    """Colocated engines share the trainer's GPUs; Separate engines have their own."""
+    """Colocated engines share the trainer's GPUs. Separate engines have those that `cluster.ranksPerNode` leaves of
+    `cluster.gpusPerNode`, and generate the next step's samples while the ranks train."""
+    max_staleness_steps: Annotated[int, Field(ge=0, le=1)] | None = None
+    """How many steps older than the policy the weights of a sample may be. 1 lets rollout run one step ahead of the
+    training, 0 makes them wait for each other. Default: 1 with Separate, 0 with Colocated (which allows no more)."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=1024)] = 1
-    """GPUs of one engine replica; must divide nodes x ranksPerNode."""
+    """GPUs of one engine replica; must divide nodes x ranksPerNode, with Separate what is left for engines:
+    nodes x (gpusPerNode - ranksPerNode)."""
     samples_per_prompt: Annotated[int, Field(ge=1, le=4096)] = 8
     """Responses per prompt (the group of GRPO)."""
     max_response_tokens: PositiveInt32 = 1024
