@@ -42,7 +42,7 @@ from rljob_trainer.sync.buckets import (
     combine_checksums,
     compute_tensor_checksum,
 )
-from rljob_trainer.sync.gather import gather_buckets
+from rljob_trainer.sync.gather import gather_buckets, gather_tensors
 from rljob_trainer.update import LossSettings, Ranks, apply_update, compute_row_log_probs
 
 
@@ -284,9 +284,8 @@ class TrainWorker:
     def compute_checksum(self) -> int:
         """Checksum of the full policy in the engine's dtype, as `EngineAdapter.checksum` computes it."""
         dtype = TORCH_DTYPES[self._job.spec.model.dtype]
-        buckets = gather_buckets(self._policy, dtype, publish=True, bucket_bytes=HOST_BUCKET_BYTES)
         return combine_checksums(
-            compute_tensor_checksum(name, tensor) for bucket in buckets for name, tensor in bucket.tensors()
+            compute_tensor_checksum(name, tensor) for name, tensor in gather_tensors(self._policy, dtype)
         )
 
     def start_save(self, directory: str) -> None:

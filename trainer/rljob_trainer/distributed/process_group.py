@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Final
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from rljob_trainer.errors import TransientError
+
+NCCL_ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+ABORT_ONLY: Final = "2"
+"""torch's default ends the process of the rank that waited in vain, and the healthy rank would be blamed for the one
+that hangs. Aborting the communicator lets it say what it waited for: its next collective raises."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,12 @@ def join_process_group(
 ) -> None:
     """Initialise gloo (CPU tensors) and, on GPUs, NCCL for device tensors.
 
+    A collective on a GPU that is not done within `collective_timeout_seconds` is aborted, not the process.
+
     Raises:
         TransientError: rank 0 cannot be reached, or not all ranks came in time.
     """
+    os.environ.setdefault(NCCL_ERROR_HANDLING, ABORT_ONLY)
     try:
         if store is None:
             store = TCPStore(

@@ -40,7 +40,8 @@ def iterate_units(policy: PolicyModel) -> list[tuple[nn.Module, list[tuple[str, 
 def gather_buckets(policy: PolicyModel, dtype: torch.dtype, *, publish: bool, bucket_bytes: int) -> Iterator[Bucket]:
     """Collective: every rank iterates to the end; only ranks with `publish` build and yield buckets.
 
-    Buckets live where the parameters do: on a GPU they are exported by handle, on a CPU they are host memory.
+    Buckets live where the model computes: on a GPU they are exported by handle, also when shards are offloaded to the
+    host; on a CPU they are host memory.
     """
     shapes = [
         (name, tuple(module.get_parameter(local).shape))
@@ -48,7 +49,7 @@ def gather_buckets(policy: PolicyModel, dtype: torch.dtype, *, publish: bool, bu
         for name, local in names
     ]
     tensors = _iterate_tensors(policy)
-    device = next(policy.parameters()).device
+    device = get_compute_device(policy)
     for entries in plan_buckets(shapes, dtype, bucket_bytes) if publish else []:
         bytes_ = torch.empty(compute_size(entries), dtype=torch.uint8, device=device)
         _fill(bytes_, entries, tensors)
@@ -63,6 +64,21 @@ def gather_buckets(policy: PolicyModel, dtype: torch.dtype, *, publish: bool, bu
         pass  # every gather on ranks that only take part, the release of the last unit on the others
     if device.type == "cuda":
         torch.cuda.ipc_collect()
+
+
+def gather_tensors(policy: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor in `dtype`) of every parameter, one at a time. Collective: iterate to the end."""
+    for name, tensor, _ in _iterate_tensors(policy):
+        yield name, tensor.to(dtype)
+
+
+def get_compute_device(policy: PolicyModel) -> torch.device:
+    """Where the sharded `policy` is gathered to; its shards may be offloaded to the host."""
+    parameter: Any = next(policy.parameters())
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or mesh.device_type != "cuda":
+        return parameter.device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _fill(bytes_: Tensor, entries: list[TensorEntry], tensors: Iterator[tuple[str, Tensor, bool]]) -> None:

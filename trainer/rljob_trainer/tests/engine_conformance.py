@@ -11,13 +11,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engine_traits import MAX_SEQUENCE_TOKENS, STOP_IDS, Traits
 from tr_tiny import save_architecture, save_tiny_model
 
 from rljob_api.v1alpha1.model import DType
@@ -38,43 +38,10 @@ from rljob_trainer.models.packed_batch import pack_sequences
 from rljob_trainer.models.policy import TORCH_DTYPES, PolicyModel, load_causal_lm
 from rljob_trainer.sync.buckets import build_bucket, combine_checksums, compute_tensor_checksum
 
-STOP_IDS = (1, 2)
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12], [13, 14], [15, 16, 17]]
 WAIT_SECONDS = 240.0
 
 Groups = dict[str, list[GeneratedSample]]
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What differs between engines, and why a test is left out."""
-
-    name: str
-    make: Callable[[], EngineAdapter]
-    architectures: tuple[str, ...]
-    """Of `tr_tiny.ARCHITECTURES`, for the hand-over in bfloat16; each starts an engine."""
-    float32_tolerance: float = 2e-5
-    """Of log-probabilities against Hugging Face."""
-    has_processes: bool = True
-    """False: the engine is its actor, whose death the whole-run tests cover."""
-    no_seeds: str | None = None
-    """Why equal requests do not give equal samples; comparisons are then made with greedy ones."""
-    no_checksum: str | None = None
-    """Why the weights in use cannot be read back."""
-
-
-def make_settings(model: str, **overrides: Any) -> EngineSettings:
-    values: dict[str, Any] = {
-        "model_source": model,
-        "model_revision": None,
-        "dtype": "Float32",
-        "device": "cpu",
-        "stop_token_ids": STOP_IDS,
-        "max_concurrent_samples": 64,
-        "max_sequence_tokens": 128,
-        "num_threads": 1,
-    }
-    return EngineSettings(**(values | overrides))
 
 
 def make_requests(
@@ -187,13 +154,13 @@ class EngineConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def model(cls, tmp_path_factory: pytest.TempPathFactory) -> str:
-        return str(save_tiny_model(tmp_path_factory.mktemp("conformance") / "model"))
+        return str(save_tiny_model(tmp_path_factory.mktemp("conformance") / "model", **cls.traits.model_options))
 
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, model: str) -> Iterator[EngineAdapter]:
         engine = cls.traits.make()
-        engine.start(make_settings(model))
+        engine.start(cls.traits.make_settings(model))
         yield engine
         engine.stop()
 
@@ -221,7 +188,7 @@ class EngineConformance:
 
     def test_unknown_engine_arguments_are_refused(self, model: str) -> None:
         with pytest.raises(ConfigurationError, match=r"spec\.rollout\.engineArgs.*mem_fraction"):
-            self.traits.make().start(make_settings(model, engine_args={"mem_fraction": 0.5}))
+            self.traits.make().start(self.traits.make_settings(model, engine_args={"mem_fraction": 0.5}))
 
     def test_every_request_is_answered_with_all_its_samples(self, engine: EngineAdapter) -> None:
         requests = [GenerateRequest("a", [3, 4], 1, 42, 1), GenerateRequest("b", [5], 7, 42, 1)]
@@ -246,11 +213,20 @@ class EngineConformance:
         assert ends == set(STOP_IDS)
         assert not any(token in STOP_IDS for sample in samples for token in sample.token_ids[:-1])
 
+    @pytest.mark.parametrize("max_tokens", [1, 6])
+    def test_the_longest_sequence_is_not_cut(self, engine: EngineAdapter, max_tokens: int) -> None:
+        """Prompt and response together are all of `max_sequence_tokens`, which is all the positions of the model."""
+        prompt = [3 + index % 30 for index in range(MAX_SEQUENCE_TOKENS - max_tokens)]
+        groups = generate(engine, [GenerateRequest("long", prompt, 16, 42, 1)], max_tokens=max_tokens)
+        lengths = [len(sample.token_ids) for sample in groups["long"] if sample.token_ids[-1] not in STOP_IDS]
+        assert lengths
+        assert set(lengths) == {max_tokens}
+
     @pytest.mark.parametrize("temperature", [1.0, 0.5])
     def test_log_probs_are_the_trainers(self, engine: EngineAdapter, model: str, temperature: float) -> None:
         groups = generate(engine, make_requests(), temperature=temperature)
-        expected = compute_expected_log_probs(model, groups, temperature, torch.float32)
-        tolerance = self.traits.float32_tolerance
+        expected = compute_expected_log_probs(model, groups, temperature, self.traits.torch_dtype)
+        tolerance = self.traits.tolerance
         np.testing.assert_allclose(flatten_log_probs(groups), expected, rtol=tolerance, atol=tolerance)
 
     def repeat(
@@ -282,14 +258,14 @@ class EngineConformance:
 
     def test_greedy_is_the_argmax_and_needs_no_seed(self, engine: EngineAdapter, model: str) -> None:
         groups = generate(engine, make_requests([[3, 4, 5]], num_samples=2), temperature=0.0, max_tokens=5)
-        reference = load_causal_lm(model, attention="eager")
+        reference = load_causal_lm(model, attention="eager", dtype=self.traits.torch_dtype)
         ids = [3, 4, 5]
         while len(ids) < 8 and not (len(ids) > 3 and ids[-1] in STOP_IDS):
             with torch.no_grad():
                 ids.append(int(reference(torch.tensor([ids])).logits[0, -1].argmax()))
         assert get_tokens(groups) == {"p3": [ids[3:], ids[3:]]}
-        expected = compute_expected_log_probs(model, groups, 1.0, torch.float32)
-        tolerance = self.traits.float32_tolerance
+        expected = compute_expected_log_probs(model, groups, 1.0, self.traits.torch_dtype)
+        tolerance = self.traits.tolerance
         np.testing.assert_allclose(flatten_log_probs(groups), expected, rtol=tolerance, atol=tolerance)
 
     def test_top_p_keeps_the_nucleus(self, engine: EngineAdapter) -> None:
@@ -343,7 +319,7 @@ class EngineConformance:
         engine.resume()
         background.join()
 
-    def test_offload_is_idempotent_and_guards_generate(self, engine: EngineAdapter) -> None:
+    def test_offload_is_idempotent_and_guards_generate(self, engine: EngineAdapter, model: str) -> None:
         before = self.repeat(engine)
         for _ in range(2):
             engine.offload([MemoryTag.WEIGHTS, MemoryTag.KV_CACHE])
@@ -354,10 +330,12 @@ class EngineConformance:
         for _ in range(2):
             engine.onload([MemoryTag.WEIGHTS, MemoryTag.KV_CACHE])
         assert engine.health().offloaded == ()
+        if self.traits.forgets_offloaded_weights:
+            hand_over(engine, read_weights(model, self.traits.torch_dtype), engine.health().weight_version + 1)
         assert self.repeat(engine) == before
 
     def test_update_refuses_what_does_not_fit(self, engine: EngineAdapter, model: str) -> None:
-        weights = read_weights(model)
+        weights = read_weights(model, self.traits.torch_dtype)
         with pytest.raises(EngineDied, match="without begin_update"):
             engine.update([build_bucket(weights)])
         version = engine.health().weight_version + 1
@@ -365,7 +343,7 @@ class EngineConformance:
         with pytest.raises(EngineDied, match="does not have"):
             engine.update([build_bucket([("nonsense", torch.zeros(1))])])
         with pytest.raises(EngineDied, match="arrives as"):
-            engine.update([build_bucket([(weights[0][0], weights[0][1].bfloat16())])])
+            engine.update([build_bucket([(weights[0][0], weights[0][1].half())])])
         engine.update([build_bucket(weights[1:])])
         with pytest.raises(EngineDied, match="lacks 1 parameters"):
             engine.end_update()
@@ -378,16 +356,16 @@ class EngineConformance:
         other = str(save_tiny_model(tmp_path, initializer_range=0.5))
         before = self.repeat(engine)
         version = engine.health().weight_version + 3
-        assert hand_over(engine, read_weights(other), version) == version
+        assert hand_over(engine, read_weights(other, self.traits.torch_dtype), version) == version
         assert engine.health().weight_version == version
         groups = generate(engine, make_requests())
         assert self.repeat(engine) != before
         assert {sample.weight_version for samples in groups.values() for sample in samples} == {version}
-        expected = compute_expected_log_probs(other, groups, 1.0, torch.float32)
-        tolerance = 5 * self.traits.float32_tolerance  # larger logits
+        expected = compute_expected_log_probs(other, groups, 1.0, self.traits.torch_dtype)
+        tolerance = 5 * self.traits.tolerance  # larger logits
         np.testing.assert_allclose(flatten_log_probs(groups), expected, rtol=tolerance, atol=tolerance)
         # And back: nothing of the other weights is left, in the cache of prefixes neither.
-        assert hand_over(engine, read_weights(model), version + 1) == version + 1
+        assert hand_over(engine, read_weights(model, self.traits.torch_dtype), version + 1) == version + 1
         assert self.repeat(engine) == before
 
     def test_death_of_a_process_is_typed(self, engine: EngineAdapter) -> None:
@@ -422,7 +400,7 @@ class EngineConformance:
         sources = [
             str(save_architecture(tmp_path / str(seed), architecture, seed=seed, dtype=dtype)) for seed in (0, 1)
         ]
-        engine = start(make_settings(sources[0], dtype="BFloat16"))
+        engine = start(self.traits.make_settings(sources[0], dtype="BFloat16"))
         for version, source in enumerate(sources):
             if version:
                 assert hand_over(engine, read_weights(source, dtype), version) == version

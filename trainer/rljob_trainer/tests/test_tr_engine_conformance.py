@@ -17,16 +17,15 @@ pytest.register_assert_rewrite("engine_conformance")
 
 from engine_conformance import (  # noqa: E402
     EngineConformance,
-    Traits,
     compute_expected_log_probs,
     flatten_log_probs,
     generate,
     hand_over,
     make_requests,
-    make_settings,
     read_weights,
 )
 from engine_environment import needs  # noqa: E402
+from engine_traits import Traits, make_settings  # noqa: E402
 from tr_tiny import ARCHITECTURES, save_architecture  # noqa: E402
 
 from rljob_api.v1alpha1.rollout import Engine  # noqa: E402
@@ -73,6 +72,6 @@ class TestSGLang(EngineConformance):
     traits = Traits(
         "SGLang",
         lambda: create_adapter(Engine.SGLANG),
-        architectures=("qwen2-untied", "qwen3-tied", "llama3-untied"),
+        architectures=tuple(ARCHITECTURES),
         no_seeds="SGLang has seeds per request in its deterministic mode only, which its CPU build has not",
     )

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from engine_conformance import PROMPTS, STOP_IDS, generate, get_tokens, make_requests, make_settings
+from engine_conformance import PROMPTS, generate, get_tokens, make_requests
+from engine_traits import STOP_IDS, make_settings
 
 from rljob_trainer.engines.contract import FinishReason, LogProbMode, SamplingParams
 from rljob_trainer.engines.native import NativeEngine

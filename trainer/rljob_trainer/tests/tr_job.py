@@ -19,14 +19,15 @@ def build_job(
     train: str = "train.jsonl",
     floor: int = 0,
     ranks: int = 2,
+    dtype: str = "Float32",
     lora: dict[str, Any] | None = None,
     spec: dict[str, Any] | None = None,
     **sections: dict[str, Any],
 ) -> ResolvedJob:
-    """A GRPO job on CPUs; `sections` update the sections of the spec, `spec` replaces whole ones."""
+    """A GRPO job, on CPUs by default; `sections` update the sections of the spec, `spec` replaces whole ones."""
     document: dict[str, Any] = {
         "algorithm": {"type": "GRPO"},
-        "model": {"source": model, "dtype": "Float32", "lora": lora},
+        "model": {"source": model, "dtype": dtype, "lora": lora},
         "data": {"train": [train]},
         "reward": {"functions": [{"type": "GSM8K"}]},
         "rollout": {"engine": "Native", "samples_per_prompt": 4, "max_response_tokens": 5},

@@ -22,26 +22,36 @@ PRELOADED = [
 ]
 
 
-def run_ranks(function: Callable[..., None], world_size: int, *arguments: Any) -> None:
-    """Call `function(rank, *arguments)` in `world_size` processes that have met; raises what one of them raises."""
+def run_ranks(function: Callable[..., None], world_size: int, *arguments: Any, use_gpu: bool = False) -> None:
+    """Call `function(rank, *arguments)` in `world_size` processes that have met; raises what one of them raises.
+
+    With `use_gpu` each has its own GPU, and NCCL.
+    """
     mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
     store, rendezvous = start_store("127.0.0.1", world_size, TIMEOUT_SECONDS)
     mp.start_processes(
-        _enter, (function, world_size, rendezvous, arguments), nprocs=world_size, start_method="forkserver"
+        _enter, (function, world_size, rendezvous, arguments, use_gpu), nprocs=world_size, start_method="forkserver"
     )
     del store
 
 
 def _enter(
-    rank: int, function: Callable[..., None], world_size: int, rendezvous: Rendezvous, arguments: tuple[Any, ...]
+    rank: int,
+    function: Callable[..., None],
+    world_size: int,
+    rendezvous: Rendezvous,
+    arguments: tuple[Any, ...],
+    use_gpu: bool,
 ) -> None:
     torch.set_num_threads(1)
+    if use_gpu:
+        torch.cuda.set_device(rank)
     join_process_group(
         rendezvous,
         rank=rank,
         world_size=world_size,
         store=None,
-        use_gpu=False,
+        use_gpu=use_gpu,
         timeout_seconds=TIMEOUT_SECONDS,
         collective_timeout_seconds=TIMEOUT_SECONDS,
     )

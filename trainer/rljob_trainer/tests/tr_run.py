@@ -43,7 +43,7 @@ def make_assets(directory: Path) -> Path:
     return directory
 
 
-def write_job(assets: Path, run: Path, **sections: dict[str, Any]) -> dict[str, str]:
+def write_job(assets: Path, run: Path, *, dtype: str = "Float32", **sections: dict[str, Any]) -> dict[str, str]:
     """A job with every optional pass: warm start, two mini-batches, KL in the loss, evaluation, checkpoints."""
     settings: dict[str, dict[str, Any]] = {
         "algorithm": {"kl": {"placement": "Loss", "coefficient": 0.01}},
@@ -65,6 +65,7 @@ def write_job(assets: Path, run: Path, **sections: dict[str, Any]) -> dict[str, 
         run_directory=str(run),
         model=str(assets / "model"),
         train=str(assets / "train.jsonl"),
+        dtype=dtype,
         spec={"warm_start": {"supervised": {"data": [str(assets / "warm.jsonl")], "steps": 3, "rows_per_step": 8}}},
         **settings,
     )
