@@ -43,6 +43,7 @@ from rljob_trainer.telemetry import Console, TelemetryState
 PEAK_FLOPS = 989e12
 """Dense bfloat16 of H100 and H200, without sparsity."""
 SAMPLE_SECONDS = 0.25
+CHECKSUM_SECONDS = 300.0
 REWARD_SOURCE = '''
 """Spreads rewards over [0, 1), so that advantages are not zero."""
 
@@ -220,6 +221,9 @@ class BenchmarkTrainer(Trainer):
     handovers_ms: dict[str, list[float]]
     num_handovers: int
     handover_only: bool
+    checksums: dict[str, list[int]]
+    """Of the weights that each engine and each rank holds in the end; asked for by `--checksums`."""
+    with_checksums: bool
 
     def _save(self) -> None:
         return
@@ -238,6 +242,10 @@ class BenchmarkTrainer(Trainer):
                 self._dispatcher.sync_weights(version, bucket_bytes=bucket_bytes)
                 self.handovers_ms[name].append(round(1000 * (time.monotonic() - started), 1))
                 version += 1
+        if self.with_checksums:
+            cluster = self._cluster
+            self.checksums["engines"] = cluster.call_engines("checksum", timeout_seconds=CHECKSUM_SECONDS)
+            self.checksums["ranks"] = cluster.call_ranks("compute_checksum", timeout_seconds=CHECKSUM_SECONDS)
 
 
 def summarise(arguments: argparse.Namespace, timings: Timings, watch: MemoryWatch, handovers: Any) -> dict[str, Any]:
@@ -281,6 +289,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--handovers", type=int, default=5)
     parser.add_argument("--handover-only", action="store_true")
+    parser.add_argument("--checksums", action="store_true", help="compare the weights of engines and ranks in the end")
     parser.add_argument("--directory", default="/tmp/rljob-benchmark")
     return parser.parse_args()
 
@@ -302,8 +311,13 @@ def main() -> int:
         trainer = BenchmarkTrainer(job, reporter, stop)
         trainer.handovers_ms, trainer.num_handovers = {}, arguments.handovers
         trainer.handover_only = arguments.handover_only
+        trainer.checksums, trainer.with_checksums = {}, arguments.checksums
         trainer.run()
-    print(json.dumps(summarise(arguments, timings, watch, trainer.handovers_ms)), flush=True)
+    summary = summarise(arguments, timings, watch, trainer.handovers_ms)
+    if arguments.checksums:
+        found = {value for values in trainer.checksums.values() for value in values}
+        summary |= {"checksums": trainer.checksums, "are_checksums_equal": len(found) == 1}
+    print(json.dumps(summary), flush=True)
     sys.stdout.flush()
     os._exit(0)
 
