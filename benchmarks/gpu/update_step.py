@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from rljob_api.v1alpha1.algorithm import LossAggregation, PolicyLoss
 from rljob_api.v1alpha1.model import DType
-from rljob_api.v1alpha1.rollout import Training
+from rljob_api.v1alpha1.rollout import Offload, Training
 from rljob_trainer.batching import plan_batches
 from rljob_trainer.memory_plan import GIB, read_model_shape
 from rljob_trainer.models.execution import Execution, prepare_model
@@ -49,6 +49,8 @@ class Variant:
     recompute_blocks: bool = False
     keep_gathered: bool = True
     keep_logits: bool = True
+    offload_parameters: bool = False
+    offload_optimizer: bool = False
     is_padded: bool = False
     """Every row is filled up to the longest, as a padded batch would be."""
 
@@ -110,10 +112,16 @@ def measure(
         variant.micro_batch_tokens if variant.is_compiled else None, longest, with_padded_layout=device.type == "cpu"
     )
     execution = Execution(
-        layout, variant.is_compiled, variant.recompute_blocks, variant.keep_gathered, variant.keep_logits
+        layout,
+        variant.is_compiled,
+        variant.recompute_blocks,
+        variant.keep_gathered,
+        variant.keep_logits,
+        variant.offload_parameters,
     )
     prepare_model(policy, init_device_mesh(device.type, (1,)), DType.BFLOAT16, execution)
-    optimizer = build_optimizer(policy, Training())
+    offload = Offload(parameters=variant.offload_parameters, optimizer=variant.offload_optimizer)
+    optimizer = build_optimizer(policy, Training(offload=offload))
     plan = plan_batches([row.num_tokens for row in rows], 1, micro_batch_tokens=variant.micro_batch_tokens)
     num_tokens, num_sequences = count_trainable(rows)
     batch = MiniBatch(split_rows(rows, plan)[0], num_tokens, num_sequences, 1e-6)
@@ -164,6 +172,7 @@ def measure(
         "tokens_per_second": round(useful / median),
         "mfu_percent": round(100 * flops / median / PEAK_FLOPS, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 1) if device.type == "cuda" else None,
+        "held_gib": round(torch.cuda.memory_allocated() / GIB, 1) if device.type == "cuda" else None,
         "first_update_seconds": round(first_seconds, 1),
         "num_micro_batches": len(batch.micro_batches),
         "loss": metrics.loss,
@@ -180,6 +189,8 @@ VARIANTS = (
     Variant("reduced per micro-batch", keep_gathered=False),
     Variant("blocks recomputed", recompute_blocks=True),
     Variant("not compiled", is_compiled=False),
+    Variant("optimizer offloaded", offload_optimizer=True),
+    Variant("parameters and optimizer offloaded", offload_parameters=True, offload_optimizer=True),
 )
 
 
