@@ -54,10 +54,18 @@ def write_gpu_job(assets, run, cluster, sections):
         "max_response_tokens": 24,
         "engine_args": ENGINE_ARGS,
     } | given.pop("rollout", {})
-    arguments = ENGINE_ARGS | rollout.pop("engine_args", {})
-    rollout["engine_args"] = {name: value for name, value in arguments.items() if value is not None}
-    training = {"total_steps": NUM_STEPS, "learning_rate": 1e-3} | given.pop("training", {})
-    return write_job(assets, run, rollout=rollout, training=training, cluster=cluster, model_dtype="BFloat16", **given)
+    # One update per rollout: what is left between the engine's log-probabilities and the ranks' is their disagreement.
+    training = {"total_steps": NUM_STEPS, "learning_rate": 1e-3, "mini_batch_prompts": 4} | given.pop("training", {})
+    return write_job(
+        assets,
+        run,
+        dtype="BFloat16",
+        data={"max_prompt_tokens": 32, "validation": [str(assets / "validation.jsonl")]},
+        rollout=rollout,
+        training=training,
+        cluster=cluster,
+        **given,
+    )
 
 
 def run_to_end(assets, tmp_path, cluster, sections):
