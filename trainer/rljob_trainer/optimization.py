@@ -60,12 +60,11 @@ def _get_local(tensor: Tensor) -> Tensor:
 
 
 def _with_local(like: Tensor, local: Tensor) -> Tensor:
-    """A tensor like `like`, its memory being `local`."""
+    """A tensor like `like`, its memory being `local`, wherever that is."""
     if not isinstance(like, DTensor):
         return local
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    # Not DTensor.from_local: with a mesh of GPUs it copies host memory to the GPU. FSDP2 makes its shards like this.
+    return DTensor(local, like._spec, requires_grad=False)
 
 
 def compute_learning_rate(

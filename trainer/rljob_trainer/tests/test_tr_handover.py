@@ -16,7 +16,7 @@ from rljob_trainer.models.policy import PolicyModel, load_causal_lm
 from rljob_trainer.models.sharding import shard_policy
 from rljob_trainer.sync.buckets import combine_checksums, compute_size, compute_tensor_checksum, plan_buckets
 from rljob_trainer.sync.device_memory import DeviceMemory
-from rljob_trainer.sync.gather import gather_buckets
+from rljob_trainer.sync.gather import gather_buckets, gather_tensors
 
 BUCKET_BYTES = 4000
 CASES = [f"{family}-{'tied' if tied else 'untied'}" for family in FAMILIES for tied in (True, False)]
@@ -35,6 +35,10 @@ def hand_over(rank, root):
                 parameter.to_local().mul_(1.1)
         buckets = list(gather_buckets(policy, torch.bfloat16, publish=rank == 0, bucket_bytes=BUCKET_BYTES))
         again = list(gather_buckets(policy, torch.bfloat16, publish=rank == 0, bucket_bytes=10**9))
+        tensors = [
+            (name, tensor.dtype, compute_tensor_checksum(name, tensor))
+            for name, tensor in gather_tensors(policy, torch.bfloat16)
+        ]
         if rank != 0:
             assert not buckets, "only ranks that publish build buckets"
             continue
@@ -57,6 +61,7 @@ def hand_over(rank, root):
                 compute_tensor_checksum(name, tensor) for bucket in again for name, tensor in bucket.tensors()
             ),
             "expected": expected,
+            "one by one": combine_checksums(checksum for _, dtype, checksum in tensors if dtype is torch.bfloat16),
             "dtypes": sorted({entry.dtype for bucket in buckets for entry in bucket.entries}),
             "num_buckets": [len(buckets), len(again)],
         }
@@ -80,7 +85,7 @@ def found(request, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_engine_and_trainer_have_the_same_checksum(found, case):
     result = found[case]
-    assert result["engine"] == result["trainer"] == result["expected"]
+    assert result["engine"] == result["trainer"] == result["one by one"] == result["expected"]
     assert result["engine"] != result["before"]
     assert result["version"] == 1
     assert result["dtypes"] == ["bfloat16"], "nothing travels in float32"
