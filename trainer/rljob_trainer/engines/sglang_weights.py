@@ -21,6 +21,8 @@ FUSED: Final = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+HEAD_NAME: Final = "lm_head.weight"
+EMBEDDING_NAME: Final = "model.embed_tokens.weight"
 COLUMN_SHARDED: Final = ("o_proj.weight", "down_proj.weight")
 """Cut along their input; everything else that is cut at all is cut along dimension 0."""
 
@@ -64,6 +66,8 @@ def unfuse(
     size = len(shards)
     for fused_name in shards[0]:
         pieces = [shard[fused_name] for shard in shards]
+        if fused_name == HEAD_NAME and HEAD_NAME not in shapes and EMBEDDING_NAME not in shards[0]:
+            fused_name = EMBEDDING_NAME  # a tied weight has two names, of which SGLang saves either
         stem = next((stem for stem in FUSED if f".{stem}." in fused_name), None)
         if stem is None:
             yield fused_name, _join(fused_name, pieces, shapes.get(fused_name))
@@ -93,13 +97,12 @@ def _join(name: str, pieces: Sequence[Tensor], shape: tuple[int, ...] | None) ->
 def _save(processes: Any, directory: str) -> None:
     import zmq
 
-    socket = processes.engine.send_to_rpc
-    socket.setsockopt(zmq.RCVTIMEO, SAVE_MILLISECONDS)
-    try:
+    async def save() -> None:
+        processes.engine.send_to_rpc.setsockopt(zmq.RCVTIMEO, SAVE_MILLISECONDS)
         processes.engine.save_sharded_model(path=directory, pattern=None, max_size=None)
-    except (zmq.ZMQError, AssertionError) as error:
-        processes.check_alive()
-        raise EngineDied(f"SGLang engine: its weights cannot be saved for a checksum: {error!r}") from error
+
+    # On the thread that made the socket: ZeroMQ aborts the process when two threads meet in one.
+    processes.call(save(), what="save_sharded_model", timeout_seconds=SAVE_MILLISECONDS / 1000)
 
 
 def _load_shards(directory: Path, size: int) -> list[dict[str, Tensor]]:
