@@ -1,4 +1,5 @@
-"""What breaks on GPUs: typed, named, in time, and nothing is left on the cards. Run alone on their GPUs."""
+"""What breaks on GPUs: typed, named, in time, and nothing is left on the cards. Run alone on their GPUs, or all
+at once: each then waits until all have left."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def find_processes(ancestor: int, name: str) -> list[int]:
 def test_a_scheduler_that_is_killed_ends_the_run_and_frees_its_gpus(cluster, tensor_parallel_size, assets, tmp_path):
     run, log = tmp_path / "run", tmp_path / "run.log"
     sections = LONG_ROLLOUTS | {"rollout": LONG_ROLLOUTS["rollout"] | {"tensor_parallel_size": tensor_parallel_size}}
-    process = start(write_gpu_job(assets, run, cluster, sections), log)
+    process = start(write_gpu_job(assets, run, cluster, sections, compile="Never"), log)
     wait_for_line(process, log, "train 2/")
     time.sleep(WITHIN_ROLLOUT_SECONDS)
     schedulers = find_processes(process.pid, "sglang::scheduler")
@@ -78,7 +79,7 @@ def test_a_scheduler_that_is_killed_ends_the_run_and_frees_its_gpus(cluster, ten
 @pytest.mark.usefixtures("clean_gpus")
 def test_an_engine_actor_that_is_killed_leaves_no_scheduler(assets, tmp_path):
     run, log = tmp_path / "run", tmp_path / "run.log"
-    process = start(write_gpu_job(assets, run, ONE_GPU, LONG_ROLLOUTS), log)
+    process = start(write_gpu_job(assets, run, ONE_GPU, LONG_ROLLOUTS, compile="Never"), log)
     wait_for_line(process, log, "train 2/")
     (actor,) = find_processes(process.pid, "ray::EngineActor")
     os.kill(actor, signal.SIGKILL)
@@ -91,7 +92,7 @@ def test_an_engine_actor_that_is_killed_leaves_no_scheduler(assets, tmp_path):
 @pytest.mark.parametrize("stopped", [pytest.param(index, marks=needs_gpus(2)) for index in range(2)])
 def test_a_rank_that_hangs_in_a_collective_is_named(stopped, assets, tmp_path):
     run, log = tmp_path / "run", tmp_path / "run.log"
-    process = start(write_gpu_job(assets, run, TWO_GPUS, LONG_ROLLOUTS), log)
+    process = start(write_gpu_job(assets, run, TWO_GPUS, LONG_ROLLOUTS, compile="Never"), log)
     wait_for_line(process, log, "train 2/")
     ranks = find_processes(process.pid, "ray::TrainWorker")
     assert len(ranks) == 2

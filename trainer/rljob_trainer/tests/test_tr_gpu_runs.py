@@ -43,7 +43,7 @@ def assets(tmp_path_factory):
     return make_assets(tmp_path_factory.mktemp("assets"))
 
 
-def write_gpu_job(assets, run, cluster, sections):
+def write_gpu_job(assets, run, cluster, sections, compile="Auto"):
     """The job of the CPU tests (warm start, KL in the loss, evaluation, a checkpoint in each step) on GPUs."""
     given = {name: dict(values) for name, values in sections.items()}
     rollout = {
@@ -60,6 +60,7 @@ def write_gpu_job(assets, run, cluster, sections):
         assets,
         run,
         dtype="BFloat16",
+        compile=compile,
         data={"max_prompt_tokens": 32, "validation": [str(assets / "validation.jsonl")]},
         rollout=rollout,
         training=training,

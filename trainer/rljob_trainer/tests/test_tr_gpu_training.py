@@ -156,7 +156,7 @@ def assert_same_course(metrics, expected):
         assert found.loss == pytest.approx(wanted.loss, rel=0.1 if index else 1e-2, abs=2e-3)
         assert found.gradient_norm == pytest.approx(wanted.gradient_norm, rel=0.2 if index else 3e-2)
         if hasattr(found, "kl"):
-            assert found.kl == pytest.approx(wanted.kl, rel=0.1 if index else 1e-2, abs=2e-3)
+            assert found.kl == pytest.approx(wanted.kl, rel=0.3 if index else 1e-2, abs=2e-3)
 
 
 @pytest.mark.usefixtures("one_gpu_rank")

@@ -20,6 +20,7 @@ def build_job(
     floor: int = 0,
     ranks: int = 2,
     dtype: str = "Float32",
+    compile: str = "Auto",
     lora: dict[str, Any] | None = None,
     spec: dict[str, Any] | None = None,
     **sections: dict[str, Any],
@@ -27,7 +28,7 @@ def build_job(
     """A GRPO job, on CPUs by default; `sections` update the sections of the spec, `spec` replaces whole ones."""
     document: dict[str, Any] = {
         "algorithm": {"type": "GRPO"},
-        "model": {"source": model, "dtype": dtype, "lora": lora},
+        "model": {"source": model, "dtype": dtype, "compile": compile, "lora": lora},
         "data": {"train": [train]},
         "reward": {"functions": [{"type": "GSM8K"}]},
         "rollout": {"engine": "Native", "samples_per_prompt": 4, "max_response_tokens": 5},

@@ -25,7 +25,7 @@ REWARD = """
 def score(prompt, response, answer, **row):
     return sum(map(ord, response)) % 7 / 7 + (answer in response)  # differs within a group, also untrained
 """
-TIMED_KEYS = {"step_seconds"}
+TIMED_KEYS = {"step_seconds", "rollout_ahead_seconds"}
 TOTAL_STEPS = 4
 RUN_SECONDS = 600.0
 
@@ -43,7 +43,9 @@ def make_assets(directory: Path) -> Path:
     return directory
 
 
-def write_job(assets: Path, run: Path, *, dtype: str = "Float32", **sections: dict[str, Any]) -> dict[str, str]:
+def write_job(
+    assets: Path, run: Path, *, dtype: str = "Float32", compile: str = "Auto", **sections: dict[str, Any]
+) -> dict[str, str]:
     """A job with every optional pass: warm start, two mini-batches, KL in the loss, evaluation, checkpoints."""
     settings: dict[str, dict[str, Any]] = {
         "algorithm": {"kl": {"placement": "Loss", "coefficient": 0.01}},
@@ -66,6 +68,7 @@ def write_job(assets: Path, run: Path, *, dtype: str = "Float32", **sections: di
         model=str(assets / "model"),
         train=str(assets / "train.jsonl"),
         dtype=dtype,
+        compile=compile,
         spec={"warm_start": {"supervised": {"data": [str(assets / "warm.jsonl")], "steps": 3, "rows_per_step": 8}}},
         **settings,
     )
