@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "e2e" / "cluster"))
@@ -106,7 +108,14 @@ def run_on_test_cluster(family: IPFamily, arguments: list[str], *, keep: bool) -
     return code
 
 
+def _stop(number: int, _: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
 def main() -> int:
+    # In the background a shell ignores SIGINT, and CI ends what is late with SIGTERM: both must remove the cluster.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="only the cases of CI")
     parser.add_argument("--keep", action="store_true", help="leave the cluster running")

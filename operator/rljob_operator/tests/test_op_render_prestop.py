@@ -117,6 +117,25 @@ def test_unknown_head_is_given_up_after_three_attempts():
     assert "does not answer" in result.stdout
 
 
+def test_an_address_that_answers_nothing_is_given_up_long_before_the_deadline():
+    """A head that was deleted first: its workers must not hold their GPUs for several long time-outs."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        address = server.getsockname()
+        waiting = [socket.socket() for _ in range(4)]  # more than the backlog takes: further SYNs are dropped
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex(address)
+        try:
+            result = run_hook(address[1], deadline_seconds=25)
+        finally:
+            for client in waiting:
+                client.close()
+    assert result.returncode == 0
+    assert "does not answer" in result.stdout
+
+
 @pytest.mark.parametrize("trainer", [{"states": ["Succeeded"]}], indirect=True)
 def test_proxy_settings_of_the_pod_are_not_used(trainer):
     proxy = f"http://127.0.0.1:{find_closed_port()}"
