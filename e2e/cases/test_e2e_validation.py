@@ -35,10 +35,10 @@ def test_names_that_kuberay_would_refuse_are_refused_here(settings, kubectl, nam
 
 def test_a_feature_that_is_not_built_is_refused_before_a_pod_exists(settings, kubectl, submit):
     name = "not-supported"
-    submit(make_job(settings, name, total_steps=2, model={"lora": {"rank": 8}}))
+    submit(make_job(settings, name, total_steps=2, cluster={"gangScheduler": "KAI"}))
     job = wait_for_condition(kubectl, name, "Failed", timeout_seconds=60)
     failed = condition(job, "Failed")
-    assert "spec.model.lora" in failed["message"]
+    assert "spec.cluster.gangScheduler" in failed["message"]
     assert "NotSupportedYet" in failed["message"]
     assert condition(job, "Validated")["status"] == "False"
     assert not pods(kubectl, name)
