@@ -12,10 +12,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from rljob_trainer.errors import TransientError
 
-NCCL_ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-ABORT_ONLY: Final = "2"
-"""torch's default ends the process of the rank that waited in vain, and the healthy rank would be blamed for the one
-that hangs. Aborting the communicator lets it say what it waited for: its next collective raises."""
+NCCL_VARIABLES: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""For a rank whose collective is late. torch's default ends its process, and the healthy rank would be blamed for the
+one that hangs; 2 aborts the communicator, so that its next collective raises and says what it waited for. Before that,
+torch would tell all ranks to dump what they know, through the store in rank 0: where rank 0 hangs, it would hang too.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def join_process_group(
     Raises:
         TransientError: rank 0 cannot be reached, or not all ranks came in time.
     """
-    os.environ.setdefault(NCCL_ERROR_HANDLING, ABORT_ONLY)
+    for name, value in NCCL_VARIABLES.items():
+        os.environ.setdefault(name, value)
     try:
         if store is None:
             store = TCPStore(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +15,10 @@ from rljob_trainer.errors import EngineDied, GPUMemoryError, TrainerError, Trans
 
 POLL_SECONDS: Final = 0.5
 CAUSE_SECONDS: Final = 15.0
+PROBE_SECONDS: Final = 5.0
+PROBE_METHOD: Final = "count_progress"
+PROBE_GROUP: Final = "control"
+"""Of a rank: answered while it works, or waits for another one in a collective."""
 BROKEN_COLLECTIVES: Final = (
     "Timed out waiting",
     "Connection closed by peer",
@@ -161,6 +165,23 @@ def get_value(reference: Any, actor: Actor, timeout_seconds: float) -> Any:
 
 
 def _late(actors: list[Actor], timeout_seconds: float, what: str) -> TrainerError:
-    names = ", ".join(actor.label for actor in actors)
+    silent = find_silent(actors)
+    names = ", ".join(actor.label for actor in silent or actors)
     message = f"{what}: no answer within {timeout_seconds:.0f} s from {names}"
+    if silent and len(silent) < len(actors):
+        message += f"; waiting as well: {', '.join(actor.label for actor in actors if actor not in silent)}"
     return EngineDied(message) if all(actor.is_engine for actor in actors) else TransientError(message)
+
+
+def find_silent(actors: Sequence[Actor]) -> list[Actor]:
+    """The ranks among `actors` whose process answers nothing any more: it is stopped, or its node is. One that only
+    waits for others in a collective answers beside it."""
+    probes = {
+        getattr(actor.handle, PROBE_METHOD).options(concurrency_group=PROBE_GROUP).remote(): actor
+        for actor in actors
+        if not actor.is_engine and getattr(actor.handle, PROBE_METHOD, None) is not None
+    }
+    if not probes:
+        return []
+    answered, _ = ray.wait(list(probes), num_returns=len(probes), timeout=PROBE_SECONDS)
+    return [actor for probe, actor in probes.items() if probe not in answered]

@@ -1,6 +1,7 @@
 """Interfaces, nodes and waits: who is blamed for what."""
 
 import os
+import signal
 import sys
 import time
 
@@ -277,6 +278,29 @@ def test_a_deadline_names_who_is_late(workers, is_engine, error):
     references = {prompt.handle.answer.remote(1): prompt, late.handle.hang.remote(): late}
     with pytest.raises(error, match="collecting: no answer within 1 s from the late one"):
         wait_for_all(references, timeout_seconds=1, what="collecting")
+
+
+class Rank(Worker):
+    def get_pid(self):
+        return os.getpid()
+
+    def count_progress(self):
+        return 0
+
+
+@pytest.mark.ray
+def test_of_two_late_ranks_the_one_that_is_stopped_is_named(workers):
+    """A rank that waits for it in a collective still answers beside that."""
+    cls = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Rank)
+    waiting, stopped = Actor(cls.remote(), "rank 0", "node"), Actor(cls.remote(), "rank 1", "node")
+    pid, _ = ray.get([actor.handle.get_pid.remote() for actor in (stopped, waiting)], timeout=60)
+    references = {actor.handle.hang.remote(): actor for actor in (waiting, stopped)}
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(TransientError, match=r"no answer within 2 s from rank 1; waiting as well: rank 0$"):
+            wait_for_all(references, timeout_seconds=2, what="update")
+    finally:
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.ray
