@@ -1,11 +1,16 @@
-"""Whole GRPO steps on one GPU through the product's own loop: `python benchmarks/gpu/grpo_step.py --help`.
+"""Whole GRPO steps on GPUs through the product's own loop: `python benchmarks/gpu/grpo_step.py --help`.
 
 Random weights of a real shape, prompts and responses of forced length, one update per step. Prints one JSON line:
 tokens per second end to end (prompt and response tokens / seconds of a step), seconds per phase, trainer MFU, decode
 tokens/s, weight hand-over in milliseconds and peak GPU memory per phase. With `--handover-only` no step is trained: the
 weights are handed over again and again (shapes whose optimizer would not fit beside an engine).
 
-MFU = (6 N + 6 layers x width x S) x tokens / seconds of the update / 989 TFLOP/s; N counts a tied embedding once.
+`--placement Separate --gpus 2 --ranks 1` gives the second GPU to the engine, which generates the next step's samples
+while the rank trains: `phase_seconds.rollout` is then what the loop waited for them, `rollout_seconds` what they
+took. Stale samples are corrected, which costs a pass for old log-probabilities; `--bypass` takes the engine's instead.
+
+MFU = (6 N + 6 layers x width x S) x tokens / seconds of the training phase / ranks / 989 TFLOP/s; N counts a tied
+embedding once, and the pass for old log-probabilities does not count as work.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ from rljob_trainer.telemetry import Console, TelemetryState
 PEAK_FLOPS = 989e12
 """Dense bfloat16 of H100 and H200, without sparsity."""
 SAMPLE_SECONDS = 0.25
+ROLLOUT_AHEAD = "rollout ahead"
 CHECKSUM_SECONDS = 300.0
 REWARD_SOURCE = '''
 """Spreads rewards over [0, 1), so that advantages are not zero."""
@@ -84,11 +90,16 @@ def make_assets(directory: Path, shape: str, num_prompts: int, prompt_tokens: in
             file.write(json.dumps({"question": words, "answer": "0"}) + "\n")
 
 
+def count_ranks(arguments: argparse.Namespace) -> int:
+    """Trainer ranks: given, else one per GPU, or one on CPUs."""
+    return int(arguments.ranks or arguments.gpus or 1)
+
+
 def build_job(arguments: argparse.Namespace, directory: Path) -> ResolvedJob:
     """The job of the workload."""
     engine_args = json.loads(arguments.engine_args)
     document: dict[str, Any] = {
-        "algorithm": {"type": "GRPO"},
+        "algorithm": {"type": "GRPO", "rolloutCorrection": {"bypassOldLogProbs": arguments.bypass}},
         "model": {"source": str(directory / "model"), "dtype": "BFloat16"},
         "data": {
             "train": [str(directory / "train.jsonl")],
@@ -102,10 +113,11 @@ def build_job(arguments: argparse.Namespace, directory: Path) -> ResolvedJob:
         },
         "rollout": {
             "engine": arguments.engine,
+            "placement": arguments.placement,
             "samplesPerPrompt": arguments.samples,
             "maxResponseTokens": arguments.response_tokens,
             "memoryFraction": arguments.memory_fraction,
-            "maxConcurrentSamples": arguments.prompts * arguments.samples,
+            "maxConcurrentSamples": arguments.concurrent_samples or arguments.prompts * arguments.samples,
             "tensorParallelSize": arguments.tensor_parallel_size,
             "engineArgs": engine_args,
         },
@@ -116,7 +128,7 @@ def build_job(arguments: argparse.Namespace, directory: Path) -> ResolvedJob:
             "learningRate": 1e-6,
         },
         "checkpoint": {"everySteps": 0, "exportAtEnd": False},
-        "cluster": {"nodes": 1, "gpusPerNode": arguments.gpus, **({} if arguments.gpus else {"ranksPerNode": 1})},
+        "cluster": {"nodes": 1, "gpusPerNode": arguments.gpus, "ranksPerNode": count_ranks(arguments)},
     }
     job = RLJob.model_validate({"metadata": {"name": "benchmark"}, "spec": document})
     resolved = resolve_job(
@@ -132,12 +144,12 @@ def build_job(arguments: argparse.Namespace, directory: Path) -> ResolvedJob:
 
 
 class MemoryWatch(threading.Thread):
-    """Samples used GPU memory while a phase runs."""
+    """Samples used memory of each GPU while a phase runs."""
 
-    def __init__(self, get_phase: Any) -> None:
+    def __init__(self, get_phase: Any, num_gpus: int) -> None:
         super().__init__(daemon=True)
-        self._get_phase = get_phase
-        self.peak_gib: dict[str, float] = {}
+        self._get_phase, self._num_gpus = get_phase, num_gpus
+        self.peak_gib: dict[str, list[float]] = {}
 
     def run(self) -> None:
         """Until the process ends."""
@@ -146,11 +158,11 @@ class MemoryWatch(threading.Thread):
         except ImportError:
             return
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(self._num_gpus)]
         while True:
             phase = self._get_phase()
-            used = pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
-            self.peak_gib[phase] = round(max(self.peak_gib.get(phase, 0.0), used), 1)
+            used = [round(pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB, 1) for handle in handles]
+            self.peak_gib[phase] = [max(pair) for pair in zip(used, self.peak_gib.get(phase, used), strict=True)]
             time.sleep(SAMPLE_SECONDS)
 
 
@@ -190,11 +202,14 @@ class TimedReporter(RunReporter):
 
     def count_samples(self, num_samples: int) -> None:
         """A group of the rollout has arrived."""
-        self.timings.note_group()
+        if threading.current_thread() is threading.main_thread():
+            self.timings.note_group()  # beside the training there is no phase to measure from
         super().count_samples(num_samples)
 
     def report_step(self, report: StepReport) -> None:
         """Steps end here."""
+        if report.rollout_ahead_seconds is not None:
+            self.timings.add(ROLLOUT_AHEAD, report.rollout_ahead_seconds)
         self.timings.close_step(report.seconds)
         super().report_step(report)
 
@@ -261,11 +276,13 @@ def summarise(arguments: argparse.Namespace, timings: Timings, watch: MemoryWatc
     longest = arguments.prompt_tokens + arguments.response_tokens
     flops = read_model_shape(build_config(arguments.shape)).compute_flops_per_token(longest) * num_tokens
     train = phases[TrainerPhase.TRAIN.value]
+    rollout = phases.pop(ROLLOUT_AHEAD, phases[TrainerPhase.ROLLOUT.value])
     return result | {
         "tokens_per_second": round(num_tokens / phases["total"]),
         "phase_seconds": phases,
-        "trainer_mfu_percent": round(100 * flops / (train * arguments.gpus) / PEAK_FLOPS, 1),
-        "decode_tokens_per_second": round(num_response_tokens / phases[TrainerPhase.ROLLOUT.value]),
+        "trainer_mfu_percent": round(100 * flops / (train * count_ranks(arguments)) / PEAK_FLOPS, 1),
+        "rollout_seconds": round(rollout, 4),
+        "decode_tokens_per_second": round(num_response_tokens / rollout),
         "sync_ms": round(1000 * phases[TrainerPhase.SYNC.value], 1),
         "all_steps": [{name: round(value, 3) for name, value in step.items()} for step in timings.steps],
     }
@@ -286,6 +303,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--reward-workers", type=int, default=8)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=0, help="default: one per GPU")
+    parser.add_argument("--placement", default="Colocated", choices=["Colocated", "Separate"])
+    parser.add_argument("--bypass", action="store_true", help="the engine's log-probabilities are the old ones")
+    parser.add_argument("--concurrent-samples", type=int, default=0, help="per engine; default: all of a step")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--handovers", type=int, default=5)
     parser.add_argument("--handover-only", action="store_true")
@@ -303,7 +324,7 @@ def main() -> int:
     job = build_job(arguments, directory)
     stop = StopSignal(lambda: os._exit(1))
     timings = Timings()
-    watch = MemoryWatch(lambda: timings.current)
+    watch = MemoryWatch(lambda: timings.current, arguments.gpus)
     watch.start()
     with Console() as console:
         reporter = TimedReporter(job, TelemetryState(job), console)

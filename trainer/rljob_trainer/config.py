@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 from rljob_api.contract import ResolvedJob
 from rljob_api.names import CONFIG_PATH, ENV_ATTEMPT, ENV_CONFIG, ENV_RESUME_FLOOR_STEP
-from rljob_api.presets import resolve_algorithm
+from rljob_api.presets import compute_max_staleness_steps, resolve_algorithm
 from rljob_api.supported import find_unsupported
 from rljob_api.v1alpha1.algorithm import Algorithm, KLPlacement, PolicyLoss, RolloutCorrection
+from rljob_api.v1alpha1.rollout import Placement
 from rljob_trainer.algorithms.policy_losses import PolicyLossOptions
 from rljob_trainer.algorithms.rollout_correction import CorrectionOptions
 from rljob_trainer.distributed.engine_layout import check_engine_layout
@@ -49,11 +50,8 @@ def load_job(environment: Mapping[str, str]) -> ResolvedJob:
     except ValidationError as error:
         raise ConfigurationError(f"{path}: {_describe(error)}") from error
     check_job(job)
-    return make_paths_absolute(
-        job.model_copy(
-            update={"spec": job.spec.model_copy(update={"algorithm": resolve_algorithm(job.spec.algorithm)})}
-        )
-    )
+    algorithm = resolve_algorithm(job.spec.algorithm, job.spec.rollout)
+    return make_paths_absolute(job.model_copy(update={"spec": job.spec.model_copy(update={"algorithm": algorithm})}))
 
 
 def make_paths_absolute(job: ResolvedJob) -> ResolvedJob:
@@ -121,12 +119,7 @@ def check_job(job: ResolvedJob) -> None:
         raise ConfigurationError(
             f"layout.worldSize: {layout.world_size} is not {layout.num_nodes} nodes x {layout.ranks_per_node} ranks"
         )
-    if layout.gpus_per_node not in (0, layout.ranks_per_node):
-        raise ConfigurationError(
-            f"spec.cluster.ranksPerNode: {layout.ranks_per_node} ranks on {layout.gpus_per_node} GPUs; a rank has one "
-            "GPU, "
-            f"so use ranksPerNode: {layout.gpus_per_node}, or gpusPerNode: 0 to train on CPUs"
-        )
+    _check_gpus(job)
     check_engine_layout(job.engine, layout)
     mini = training.mini_batch_prompts
     if mini is not None and training.prompts_per_step % mini:
@@ -142,6 +135,29 @@ def check_job(job: ResolvedJob) -> None:
         raise ConfigurationError(
             "spec.training: job.json must have exactly one of microBatchTokens and microBatchSequences, for example "
             "microBatchTokens: 8192"
+        )
+
+
+def _check_gpus(job: ResolvedJob) -> None:
+    """Each GPU belongs to one rank, or, with `placement: Separate`, to engines; those do not share and run ahead."""
+    layout, rollout = job.layout, job.spec.rollout
+    is_separate = rollout.placement is Placement.SEPARATE
+    if layout.gpus_per_node and layout.gpus_per_node != layout.ranks_per_node + layout.engine_gpus_per_node:
+        raise ConfigurationError(
+            f"spec.cluster.ranksPerNode: {layout.ranks_per_node} ranks and {layout.engine_gpus_per_node} GPUs for "
+            f"engines on {layout.gpus_per_node} GPUs; a rank has one GPU, so use ranksPerNode: {layout.gpus_per_node}, "
+            "rollout.placement: Separate, or gpusPerNode: 0 to train on CPUs"
+        )
+    if bool(layout.engine_gpus_per_node) != (is_separate and layout.gpus_per_node > 0):
+        raise ConfigurationError(
+            f"layout.engineGpusPerNode: {layout.engine_gpus_per_node} does not fit spec.rollout.placement "
+            f"{rollout.placement} with {layout.gpus_per_node} GPUs per node; with Separate it is gpusPerNode - "
+            "ranksPerNode, else 0"
+        )
+    if compute_max_staleness_steps(rollout) and not is_separate:
+        raise ConfigurationError(
+            f"spec.rollout.maxStalenessSteps: {rollout.max_staleness_steps} needs engines that run beside training; "
+            "use 0, or placement: Separate"
         )
 
 
@@ -192,7 +208,9 @@ def build_policy_loss_options(algorithm: Algorithm) -> PolicyLossOptions:
 
 
 def build_correction_options(correction: RolloutCorrection) -> CorrectionOptions:
-    """The rollout correction as the algorithm's function takes it."""
+    """The resolved rollout correction as the algorithm's function takes it."""
+    if correction.level is None:
+        raise ConfigurationError("spec.algorithm.rolloutCorrection: job.json is not resolved (level is needed)")
     return CorrectionOptions(
         level=correction.level,
         truncation=correction.truncation,

@@ -14,6 +14,7 @@ from rljob_api.contract import ResolvedJob
 from rljob_trainer.batching import BatchPlan, plan_batches
 from rljob_trainer.distributed.cluster import CONTROL_GROUP, Cluster
 from rljob_trainer.distributed.waiting import Actor, iterate_streams, wait_for_all
+from rljob_trainer.distributed.weight_sources import WeightSource
 from rljob_trainer.engines.contract import MemoryTag
 from rljob_trainer.errors import EngineDied
 from rljob_trainer.memory_plan import GIB
@@ -117,8 +118,8 @@ class Dispatcher:
     def sync_weights(self, version: int, *, bucket_bytes: int | None = None) -> None:
         """Stream buckets from the ranks to the engines, then switch versions.
 
-        On GPUs each rank of an engine's tensor parallel group gives its own copy, which never leaves its card; on CPUs
-        the first rank of a node gives one for all engines there.
+        On GPUs each tensor parallel rank of an engine takes a copy that a rank of its node has put on its card
+        (`distributed.weight_sources`); on CPUs the first rank of a node gives one for all engines there.
 
         Args:
             version: of the weights.
@@ -132,26 +133,35 @@ class Dispatcher:
             # What the update left in the allocator's cache is what the engine needs now.
             cluster.call_ranks("release_cached_memory", timeout_seconds=ENGINE_CALL_SECONDS)
             cluster.call_engines("begin_update", version, timeout_seconds=ENGINE_CALL_SECONDS)
-        sources = self._choose_sources()
-        publishers = {id(rank) for ranks in sources for rank in ranks}
+        written: list[list[int]] = [[] for _ in cluster.ranks]
+        for source in sorted({source for sources in cluster.weight_sources for source in sources}):
+            written[source.rank].append(source.device_index)
         streams = {
             rank.handle.stream_weights.options(
                 num_returns="streaming", _generator_backpressure_num_objects=BUCKETS_IN_FLIGHT
-            ).remote(id(rank) in publishers, bucket_bytes): rank
-            for rank in cluster.ranks
+            ).remote(tuple(devices), bucket_bytes): rank
+            for rank, devices in zip(cluster.ranks, written, strict=True)
         }
         if not self._takes_turns():
             # The first gather runs while the engines get ready.
             cluster.call_engines("begin_update", version, timeout_seconds=ENGINE_CALL_SECONDS)
-        arrived: list[dict[int, deque[Any]]] = [{id(rank): deque() for rank in ranks} for ranks in sources]
+        arrived: list[dict[WeightSource, deque[Any]]] = [
+            {source: deque() for source in sources} for sources in cluster.weight_sources
+        ]
+        numbers = {id(rank): number for number, rank in enumerate(cluster.ranks)}
+        num_arrived = [0] * len(cluster.ranks)
         in_flight: dict[int, dict[Any, Actor]] = {}
         for rank, bucket in iterate_streams(
             streams, timeout_seconds=self._collective_seconds, what="weight sync", poll=self._poll_progress
         ):
+            number = numbers[id(rank)]
+            # A rank streams each bucket once for every card it writes to, in this order.
+            source = WeightSource(number, written[number][num_arrived[number] % len(written[number])])
+            num_arrived[number] += 1
             for index, queues in enumerate(arrived):
-                if id(rank) not in queues:
+                if source not in queues:
                     continue
-                queues[id(rank)].append(bucket)
+                queues[source].append(bucket)
                 if not all(queues.values()):
                     continue
                 # The previous bucket must have arrived before the next is handed on, so that few exist at a time.
@@ -166,14 +176,6 @@ class Dispatcher:
         versions = cluster.call_engines("end_update", timeout_seconds=ENGINE_CALL_SECONDS)
         if any(found != version for found in versions):
             raise EngineDied(f"weight sync: engines report versions {versions}, expected {version}")
-
-    def _choose_sources(self) -> list[list[Actor]]:
-        """Per engine, the ranks whose buckets it takes, in tensor parallel order."""
-        cluster = self._cluster
-        if self._job.layout.gpus_per_node:
-            return [[cluster.ranks[rank] for rank in ranks] for ranks in cluster.engine_ranks]
-        leaders = {leader.node_id: leader for leader in cluster.leaders()}
-        return [[leaders[engine.node_id]] for engine in cluster.engines]
 
     def load(self, path: Path) -> None:
         """Load a checkpoint on all ranks."""

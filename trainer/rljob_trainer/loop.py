@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 from rljob_api.contract import ResolvedJob, TrainerPhase
-from rljob_api.resolve import count_drawn_prompts
-from rljob_api.v1alpha1.algorithm import AdvantageEstimator, KLControllerType, KLPlacement
+from rljob_api.presets import compute_max_staleness_steps
+from rljob_api.v1alpha1.algorithm import KLControllerType, KLPlacement
 from rljob_trainer.algorithms.kl import update_kl_coefficient
 from rljob_trainer.checkpoint import files
 from rljob_trainer.checkpoint.base_model import fingerprint_model
 from rljob_trainer.config import build_loss_settings
 from rljob_trainer.critic import uses_critic
-from rljob_trainer.data import PromptRow
 from rljob_trainer.dispatch import Dispatcher
 from rljob_trainer.distributed.cluster import start_cluster
 from rljob_trainer.distributed.ray_connection import connect_ray
-from rljob_trainer.dynamic_sampling import CollectedBatch, collect_batch
-from rljob_trainer.engines.contract import SamplingParams
 from rljob_trainer.errors import StopRequested
 from rljob_trainer.evaluation import evaluate_sets
 from rljob_trainer.experience import summarise
@@ -29,10 +26,12 @@ from rljob_trainer.inputs import load_inputs
 from rljob_trainer.reporting import RunReporter, StepReport
 from rljob_trainer.resume import ResumePoint, check_adapters, choose_resume_point, describe_start
 from rljob_trainer.rewards import RewardService
-from rljob_trainer.rollout import RolloutPlan, RolloutRunner, ScoredSample
+from rljob_trainer.rollout import RolloutRunner
+from rljob_trainer.rollout_ahead import RolloutAhead
 from rljob_trainer.rows import UpdateMetrics
 from rljob_trainer.run_state import RunState
 from rljob_trainer.saving import CheckpointSaver
+from rljob_trainer.step_rollout import RolloutCollector, StepRollout, check_staleness
 from rljob_trainer.step_updates import Updater
 from rljob_trainer.stopping import StopSignal
 from rljob_trainer.warm_start import run_warm_start
@@ -47,6 +46,10 @@ class Trainer:
         self._directory = Path(job.paths.run_directory)
         self._state = RunState(kl_coefficient=job.spec.algorithm.kl.coefficient)
         self._saved_step: int | None = None
+        self._synced_version: int | None = None
+        """Version of the weights that the engines hold."""
+        self._max_staleness_steps = compute_max_staleness_steps(job.spec.rollout)
+        self._runs_ahead = self._max_staleness_steps > 0
         self._uses_reference = self._algorithm.kl.placement is not KLPlacement.NONE
         self._uses_critic = uses_critic(self._algorithm)
 
@@ -59,7 +62,8 @@ class Trainer:
         with self._reporter.phase(TrainerPhase.SETUP):
             resume = self._set_up()
         try:
-            self._train(resume)
+            with self._ahead:
+                self._train(resume)
         except StopRequested:
             self._save()
             self._saver.wait()
@@ -103,7 +107,14 @@ class Trainer:
             note=self._reporter.note,
             on_published=self._reporter.report_checkpoint,
         )
-        self._runner = RolloutRunner(self._cluster, self._rewards, self._inputs.tokenizer)
+        runner = RolloutRunner(self._cluster, self._rewards, self._inputs.tokenizer)
+        self._collector = RolloutCollector(job, self._inputs, runner, on_samples=self._reporter.count_samples)
+        self._ahead = RolloutAhead(
+            # Phases are the driver's: what runs beside it is in none.
+            lambda step, poll: self._collector.collect(step, phase=lambda _: nullcontext(), poll=poll),
+            poll=self._stop.raise_if_requested,
+            note=self._reporter.note,
+        )
         return resume
 
     def _train(self, resume: ResumePoint | None) -> None:
@@ -134,6 +145,7 @@ class Trainer:
             self._reporter.finish_step()
             if not is_last:
                 self._stop.raise_if_requested()
+                self._ahead.raise_if_failed()
         if checkpoint.export_at_end:
             self._export()
         with self._reporter.phase(TrainerPhase.CHECKPOINT):
@@ -142,7 +154,8 @@ class Trainer:
     def _train_step(self, step: int) -> None:
         """Rollout with rewards, passes that the algorithm needs, advantages, updates, weight sync."""
         started = time.monotonic()
-        batch, greedy = self._collect(step)
+        rollout = self._take_rollout(step)
+        batch, greedy = rollout.batch, rollout.greedy
         with self._reporter.phase(TrainerPhase.TRAIN):
             self._dispatcher.make_room()
             experience = self._maker.make(
@@ -155,19 +168,19 @@ class Trainer:
         kl_coefficient = self._state.kl_coefficient
         self._state.kl_coefficient = self._adapt_kl_coefficient(experience)
         self._state.step = step
-        self._state.sampler = self._sampler.state_dict()
+        self._state.sampler = rollout.sampler  # not the sampler's own: a rollout that runs ahead has drawn more
         self._state.num_tokens_total += statistics.num_prompt_tokens + statistics.num_response_tokens
-        if not self._stop.is_requested:
+        if not self._runs_ahead and not self._stop.is_requested:
             self._sync_weights()
         self._reporter.report_step(
             StepReport(
                 step=step,
-                epoch=self._sampler.epoch,
+                epoch=rollout.epoch,
                 statistics=statistics,
                 updates=updates.policy,
                 learning_rate=updates.learning_rate,
                 seconds=time.monotonic() - started,
-                weight_version=step + 1,
+                weight_version=self._synced_version if self._runs_ahead else step + 1,
                 num_nan_steps=self._state.num_nan_steps,
                 num_tokens_total=self._state.num_tokens_total,
                 batch=batch,
@@ -175,34 +188,23 @@ class Trainer:
                 kl_coefficient=kl_coefficient,
                 critic=updates.critic,
                 greedy_samples=greedy or None,
+                rollout_ahead_seconds=rollout.seconds if self._runs_ahead else None,
             )
         )
 
-    def _collect(self, step: int) -> tuple[CollectedBatch, list[ScoredSample]]:
-        """Scored groups to train on, by DAPO in several rounds; with ReMax also a greedy sample of each prompt."""
-        rollout, greedy = self._spec.rollout, list[ScoredSample]()
-        num_prompts = self._spec.training.prompts_per_step
-
-        def draw(num_prompts: int) -> list[PromptRow]:
-            return [self._inputs.train.rows[index] for index in self._sampler.take(num_prompts)]
-
-        def roll_out(rows: list[PromptRow]) -> list[ScoredSample]:
-            plan = self._plan_rollout(rows, rollout.samples_per_prompt, rollout.temperature, step)
-            plans = [replace(plan, num_groups=min(num_prompts, len(rows)))]
-            if self._algorithm.advantage_estimator is AdvantageEstimator.REMAX:
-                plans.append(self._plan_rollout(rows, 1, 0.0, step, label="greedy"))
-            samples, *baselines = self._roll_out(plans, TrainerPhase.ROLLOUT)
-            for baseline in baselines:
-                greedy.extend(baseline)
-            return samples
-
-        return collect_batch(
-            num_prompts,
-            self._algorithm.dynamic_sampling,
-            draw=draw,
-            roll_out=roll_out,
-            num_drawn=count_drawn_prompts(self._spec),
-        ), greedy
+    def _take_rollout(self, step: int) -> StepRollout:
+        """The samples of `step`. With engines that run ahead these were generated while the step before trained; the
+        engines then get the weights as they are now, and go on with the next step."""
+        if self._runs_ahead:
+            with self._reporter.phase(TrainerPhase.ROLLOUT):
+                rollout = self._ahead.take(step, self._poll)
+        else:
+            rollout = self._collector.collect(step, phase=self._reporter.phase, poll=self._poll)
+        check_staleness([*rollout.batch.samples, *rollout.greedy], step, self._max_staleness_steps)
+        if self._runs_ahead and step < self._total_steps:
+            self._sync_weights()
+            self._ahead.start(step + 1)
+        return rollout
 
     def _adapt_kl_coefficient(self, experience: Experience) -> float:
         """The coefficient of the next step."""
@@ -218,49 +220,30 @@ class Trainer:
             num_samples=len(experience.rows),
         )
 
-    def _plan_rollout(
-        self, rows: Sequence[PromptRow], num_samples: int, temperature: float, step: int, label: str = ""
-    ) -> RolloutPlan:
-        rollout = self._spec.rollout
-        return RolloutPlan(
-            rows=rows,
-            num_samples=num_samples,
-            params=SamplingParams(rollout.max_response_tokens, temperature, rollout.top_p if temperature else 1.0),
-            seed=self._spec.training.seed,
-            step=step,
-            timeout_seconds=rollout.timeout_seconds,
-            label=label,
-        )
-
-    def _roll_out(self, plans: Sequence[RolloutPlan], phase: TrainerPhase) -> list[list[ScoredSample]]:
-        """Scored samples of each plan; the rewards of one are computed while the next generates."""
-        poll = self._poll
-        with self._reporter.phase(phase):
-            groups = [self._runner.generate(plan, on_samples=self._reporter.count_samples, poll=poll) for plan in plans]
-        with self._reporter.phase(TrainerPhase.REWARD if phase is TrainerPhase.ROLLOUT else phase):
-            return [
-                self._runner.collect(plan, groups_of_plan, poll=poll)
-                for plan, groups_of_plan in zip(plans, groups, strict=True)
-            ]
-
     def _poll(self) -> None:
         """While waiting: a stop ends the wait, a save that is complete is published at once."""
         self._stop.raise_if_requested()
         self._saver.collect()
 
     def _sync_weights(self) -> None:
-        """The version after step s is s + 1, in every attempt."""
+        """The version after step s is s + 1, in every attempt. Engines that hold it already are left alone."""
+        version = self._state.step + 1
+        if self._synced_version == version:
+            return
         with self._reporter.phase(TrainerPhase.SYNC):
-            self._dispatcher.sync_weights(self._state.step + 1)
+            self._dispatcher.sync_weights(version)
+        self._synced_version = version
 
     def _evaluate(self) -> None:
         if not self._inputs.validation:
             return
-        evaluation, sets = self._spec.evaluation, self._inputs.validation
-        rows = [row for validation in sets for row in validation.rows]
-        plan = self._plan_rollout(rows, evaluation.samples_per_prompt, evaluation.temperature, self._state.step)
-        (samples,) = self._roll_out([plan], TrainerPhase.EVALUATE)
-        metrics = evaluate_sets(sets, samples, pass_reward=evaluation.pass_reward)
+        if self._runs_ahead:
+            # The next step's samples are kept; the engines then hold newer weights than those are of.
+            with self._reporter.phase(TrainerPhase.ROLLOUT):
+                self._ahead.settle(self._poll)
+            self._sync_weights()
+        samples = self._collector.evaluate(self._state.step, phase=self._reporter.phase, poll=self._poll)
+        metrics = evaluate_sets(self._inputs.validation, samples, pass_reward=self._spec.evaluation.pass_reward)
         self._reporter.report_evaluation(self._state.step, summarise(samples), samples, metrics)
 
     def _restore_or_warm_start(self, resume: ResumePoint | None) -> None:

@@ -153,7 +153,7 @@ class MemoryPlan:
             "blocks recomputed" if self.recompute_blocks else "activations kept",
             "gathered once per update" if self.keep_gathered else "gathered per micro-batch",
             "logits kept" if self.keep_logits else "logits recomputed",
-            "engine offloaded while training" if self.offload_engine else "engine stays while training",
+            self._describe_engine(),
         ]
         return (
             f"memory plan per GPU of {self.device_bytes / GIB:.1f} GiB: "
@@ -161,6 +161,11 @@ class MemoryPlan:
             + f"; update peak {self.trainer_peak / GIB:.1f}, rollout peak {self.rollout_peak / GIB:.1f}; "
             + ", ".join(choices)
         )
+
+    def _describe_engine(self) -> str:
+        if not self.engine_weights:
+            return "engines have other GPUs"
+        return "engine offloaded while training" if self.offload_engine else "engine stays while training"
 
 
 def compute_usable(device_bytes: int) -> int:

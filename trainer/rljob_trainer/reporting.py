@@ -54,7 +54,8 @@ class StepReport:
     updates: list[UpdateMetrics]
     learning_rate: float
     seconds: float
-    weight_version: int
+    weight_version: int | None
+    """That the engines hold after the step."""
     num_nan_steps: int
     """Updates skipped for NaN or Inf since the run began."""
     num_tokens_total: int
@@ -66,6 +67,8 @@ class StepReport:
     """PPO."""
     greedy_samples: list[ScoredSample] | None = None
     """ReMax: one per prompt, not trained on."""
+    rollout_ahead_seconds: float | None = None
+    """Of the rollout that ran beside the training of the step before; None where they take turns."""
 
 
 class RunReporter:
@@ -161,6 +164,7 @@ class RunReporter:
             num_nan_rewards=rewards.num_nan,
             num_reward_timeouts=rewards.num_timeouts,
             num_tokens_total=report.num_tokens_total,
+            rollout_ahead_seconds=report.rollout_ahead_seconds,
         )
         row = asdict(self._statistics) | {
             "rollout_kl_mean": _mean([update.rollout_kl for update in updates]),
@@ -169,6 +173,8 @@ class RunReporter:
             "num_updates": len(updates),
             "num_skipped_updates": sum(not update.is_finite for update in updates),
             "num_samples": statistics.num_samples,
+            # The policy that a step starts from has the step's number as its version.
+            "staleness_steps": report.step - statistics.weight_version_min,
             "truncated_fraction": statistics.truncated_fraction,
             "zero_variance_group_fraction": statistics.zero_variance_group_fraction,
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from rljob_trainer.critic import CriticRank
 from rljob_trainer.distributed.location import ActorLocation, locate_this_actor
 from rljob_trainer.distributed.network import choose_interface, is_loopback, set_interface
 from rljob_trainer.distributed.process_group import Rendezvous, join_process_group, start_store
-from rljob_trainer.errors import ConfigurationError
+from rljob_trainer.errors import ConfigurationError, TrainerError
 from rljob_trainer.memory_plan import GIB, MemoryPlan, build_memory_request, plan_memory, read_model_shape
 from rljob_trainer.models.execution import decide_execution, prepare_model
 from rljob_trainer.models.loading import load_sharded_policy, load_sharded_value_model
@@ -38,10 +38,12 @@ from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics, V
 from rljob_trainer.sync.buckets import (
     DEVICE_BUCKET_BYTES,
     HOST_BUCKET_BYTES,
+    PEER_BUCKET_BYTES,
     Bucket,
     combine_checksums,
     compute_tensor_checksum,
 )
+from rljob_trainer.sync.device_memory import get_gpu_uuid
 from rljob_trainer.sync.gather import gather_buckets, gather_tensors
 from rljob_trainer.update import LossSettings, Ranks, apply_update, compute_row_log_probs
 
@@ -61,6 +63,22 @@ class TrainWorker:
     def locate(self) -> ActorLocation:
         """Where this actor runs."""
         return locate_this_actor()
+
+    def see_gpus(self, gpu_ids: Sequence[str]) -> None:
+        """Make GPUs of engines visible behind this rank's own, for the weights that it writes there. Comes before
+        anything that touches CUDA: a process sees what it saw first.
+
+        Raises:
+            TrainerError: they are not there.
+        """
+        visible = [*locate_this_actor().gpu_ids, *gpu_ids]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        try:
+            uuids = {get_gpu_uuid(index) for index in range(len(visible))}
+        except (AssertionError, RuntimeError) as error:
+            raise TrainerError(f"GPUs {', '.join(visible)} should be visible to this rank, but {error}") from error
+        if len(uuids) != len(visible):
+            raise TrainerError(f"GPUs {', '.join(visible)} of this rank and of engines are only {len(uuids)} GPUs")
 
     def count_progress(self) -> int:
         """Finished micro-batches so far; answers while the rank works."""
@@ -154,7 +172,7 @@ class TrainWorker:
             read_model_shape(load_config(model.source, model.revision)),
             total,
             chunk_tokens=CHUNK_TOKENS,
-            bucket_bytes=DEVICE_BUCKET_BYTES,
+            bucket_bytes=self._choose_bucket_bytes(),
         )
         plan = plan_memory(request)
         print(f"rank {self._rank}: {plan.describe()}; the device reports {free / GIB:.1f} GiB free", flush=True)
@@ -257,16 +275,24 @@ class TrainWorker:
             with_sum_pi_squared=with_sum_pi_squared,
         )
 
-    def stream_weights(self, publish: bool, bucket_bytes: int | None = None) -> Iterator[Bucket]:
-        """Buckets of the full policy in the engine's dtype; ranks without `publish` only take part in the gathers."""
+    def stream_weights(self, devices: Sequence[int], bucket_bytes: int | None = None) -> Iterator[Bucket]:
+        """Buckets of the full policy in the engine's dtype, each once for every GPU in `devices` (indices of this
+        process; on CPUs any one number stands for host memory). Without any, the rank only takes part in the gathers.
+        """
         for bucket in gather_buckets(
             self._policy,
             TORCH_DTYPES[self._job.spec.model.dtype],
-            publish=publish,
-            bucket_bytes=bucket_bytes or (DEVICE_BUCKET_BYTES if self._use_gpu else HOST_BUCKET_BYTES),
+            publish=bool(devices),
+            bucket_bytes=bucket_bytes or self._choose_bucket_bytes(),
+            devices=devices,
         ):
             self._note_progress()
             yield bucket
+
+    def _choose_bucket_bytes(self) -> int:
+        if not self._use_gpu:
+            return HOST_BUCKET_BYTES
+        return PEER_BUCKET_BYTES if self._job.layout.engine_gpus_per_node else DEVICE_BUCKET_BYTES
 
     def plans_turns(self) -> bool:
         """Whether engine and trainer do not fit on the GPU together."""

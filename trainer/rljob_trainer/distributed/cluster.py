@@ -13,17 +13,26 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rljob_api.contract import ResolvedJob
+from rljob_api.presets import compute_max_staleness_steps
 from rljob_api.resolve import compute_longest_sequence_tokens
 from rljob_trainer.distributed.engine_layout import (
     EngineSlot,
     choose_engine_bundles,
     plan_engines,
+    plan_separate_engines,
     specialise_settings,
 )
 from rljob_trainer.distributed.location import ActorLocation
-from rljob_trainer.distributed.placement import CPUS_PER_RANK, reserve_ranks, wait_for_nodes
+from rljob_trainer.distributed.placement import (
+    CPUS_PER_ENGINE,
+    NodeResources,
+    plan_bundles,
+    reserve_bundles,
+    wait_for_nodes,
+)
 from rljob_trainer.distributed.ray_connection import read_last_log_lines
 from rljob_trainer.distributed.waiting import Actor, get_value, wait_for_all
+from rljob_trainer.distributed.weight_sources import WeightSource, plan_weight_sources
 from rljob_trainer.engines.actor import EngineActor
 from rljob_trainer.engines.contract import EngineSettings
 from rljob_trainer.update import LossSettings
@@ -45,8 +54,8 @@ class Cluster:
     ranks: list[Actor]
     engines: list[Actor]
     """One per replica: the actor that is asked to generate and takes weights."""
-    engine_ranks: list[tuple[int, ...]]
-    """Per replica, the ranks whose GPUs it uses, in tensor parallel order."""
+    weight_sources: list[list[WeightSource]]
+    """Per replica, where it takes its weights from, in tensor parallel order."""
     engines_by_node: dict[str, list[Actor]]
     followers: list[Actor]
     """Engine actors of the other nodes of replicas over several nodes: they only lend their GPUs."""
@@ -104,13 +113,6 @@ class Cluster:
             for reference in ready:
                 get_value(reference, self.watches[reference], timeout_seconds=STOP_DEADLINE_SECONDS)
 
-    def leaders(self) -> list[Actor]:
-        """The first rank of each node: it hands the weights to that node's engines."""
-        seen: dict[str, Actor] = {}
-        for actor in self.ranks:
-            seen.setdefault(actor.node_id, actor)
-        return list(seen.values())
-
     def stop(self) -> None:
         """End all actors; what does not stop in time is killed."""
         actors = [*self.ranks, *self.engines, *self.followers]
@@ -136,38 +138,36 @@ def start_cluster(
     """
     layout = job.layout
     nodes = wait_for_nodes(layout)
-    placement = reserve_ranks(nodes, layout)
-    num_threads = GPU_THREADS
-    if not layout.gpus_per_node:
-        # Trainer and engine take turns, so each may use the node's whole share of the rank.
-        num_threads = max(1, int(min(node.num_cpus for node in nodes) // layout.ranks_per_node))
+    bundles = plan_bundles(nodes, layout)
+    placement = reserve_bundles(bundles)
+    num_threads = _choose_threads(job, nodes)
 
     def actor_options(bundle: int, *, is_engine: bool) -> dict[str, Any]:
+        # Co-located engines use the GPUs of their ranks, told by `visible_devices`; Ray counts each GPU once.
+        has_gpus = layout.engine_gpus_per_node > 0 or not is_engine
         return {
-            "num_cpus": CPUS_PER_RANK / 2,
-            # Engines use the GPUs of their ranks, told by `visible_devices`; Ray counts each GPU once, for its rank.
-            "num_gpus": layout.gpus_per_node / layout.ranks_per_node if not is_engine else 0,
+            "num_cpus": CPUS_PER_ENGINE,
+            "num_gpus": bundles[bundle].resources.get("GPU", 0) if has_gpus else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=bundle),
             "max_restarts": 0,
         }
 
     worker_class = ray.remote(concurrency_groups={CONTROL_GROUP: 1, CHECKPOINT_GROUP: 1})(TrainWorker)
     engine_class = ray.remote(concurrency_groups={CONTROL_GROUP: 2})(EngineActor)
-    owners = [node for node in nodes for _ in range(layout.ranks_per_node)]
     # Trainer and engine processes start together: importing torch is most of the time until the first step.
     trainers = [
         Actor(
             worker_class.options(**actor_options(bundle, is_engine=False)).remote(job, num_threads),
             f"trainer {bundle}",
-            node.node_id,
+            bundles[bundle].node.node_id,
         )
-        for bundle, node in enumerate(owners)
+        for bundle in range(layout.world_size)
     ]
     engine_actors = [
         Actor(
             engine_class.options(**actor_options(bundle, is_engine=True)).remote(job.engine),
             f"engine {index}",
-            owners[bundle].node_id,
+            bundles[bundle].node.node_id,
             True,
         )
         for index, bundle in enumerate(choose_engine_bundles(layout))
@@ -179,13 +179,30 @@ def start_cluster(
         poll=poll,
     )
     places, engine_places = located[: layout.world_size], located[layout.world_size :]
-    bundles = sorted(range(layout.world_size), key=lambda bundle: places[bundle].sort_key)
+    order = sorted(range(layout.world_size), key=lambda bundle: places[bundle].sort_key)
+    rank_places = [places[bundle] for bundle in order]
     ranks = [
-        Actor(trainers[bundle].handle, places[bundle].describe(f"rank {rank}"), places[bundle].node_id)
-        for rank, bundle in enumerate(bundles)
+        Actor(trainers[bundle].handle, place.describe(f"rank {rank}"), place.node_id)
+        for rank, (bundle, place) in enumerate(zip(order, rank_places, strict=True))
     ]
-    slots = plan_engines([places[bundle] for bundle in bundles], layout.tensor_parallel_size)
-    placed = _assign_engines(slots, engine_actors, engine_places)
+    if layout.engine_gpus_per_node:
+        chosen = plan_separate_engines(engine_places, layout.tensor_parallel_size)
+    else:
+        shared = plan_engines(rank_places, layout.tensor_parallel_size)
+        chosen = list(zip(_find_actors(shared, engine_places), shared, strict=True))
+    slots = [slot for _, slot in chosen]
+    placed = [_name_engine(slot, engine_actors[index], engine_places[index]) for index, slot in chosen]
+    sources = plan_weight_sources(rank_places, slots)
+    wait_for_all(
+        {
+            actor.handle.see_gpus.remote(gpus): actor
+            for actor, gpus in zip(ranks, sources.engine_gpus, strict=True)
+            if gpus
+        },
+        timeout_seconds=START_DEADLINE_SECONDS,
+        what="opening the engines' GPUs",
+        poll=poll,
+    )
 
     settings = EngineSettings(
         model_source=job.spec.model.source,
@@ -199,6 +216,7 @@ def start_cluster(
         memory_fraction=job.spec.rollout.memory_fraction,
         engine_args=job.spec.rollout.engine_args,
         num_threads=num_threads,
+        may_sleep=not layout.engine_gpus_per_node,
     )
     rendezvous = get_value(
         ranks[0].handle.start_store.remote(START_DEADLINE_SECONDS), ranks[0], timeout_seconds=START_DEADLINE_SECONDS
@@ -207,7 +225,7 @@ def start_cluster(
         actor.handle.setup.remote(rank, rendezvous, loss, START_DEADLINE_SECONDS): actor
         for rank, actor in enumerate(ranks)
     }
-    if layout.gpus_per_node:
+    if layout.gpus_per_node and not layout.engine_gpus_per_node:
         # Engines size their pools by what is free when they start: the trainer's part has to be in place.
         facts = wait_for_all(setup, timeout_seconds=START_DEADLINE_SECONDS, what="loading the model", poll=poll)
         starts = _start_engines(slots, placed, settings)
@@ -218,21 +236,18 @@ def start_cluster(
             setup | starts, timeout_seconds=START_DEADLINE_SECONDS, what="loading the model", poll=poll
         )
     engines: list[Actor] = []
-    engine_ranks: list[tuple[int, ...]] = []
     followers: list[Actor] = []
     by_node: dict[str, list[Actor]] = {}
     for slot, actor in zip(slots, placed, strict=True):
         if slot.node_rank == 0:
             engines.append(actor)
-            engine_ranks.append(slot.ranks)
             by_node.setdefault(actor.node_id, []).append(actor)
         else:
             followers.append(actor)
-            engine_ranks[-1] += slot.ranks
     return Cluster(
         ranks=ranks,
         engines=engines,
-        engine_ranks=engine_ranks,
+        weight_sources=sources.by_engine,
         engines_by_node=by_node,
         followers=followers,
         watches={actor.handle.watch.remote(): actor for actor in followers},
@@ -241,28 +256,33 @@ def start_cluster(
     )
 
 
-def _assign_engines(
-    slots: Sequence[EngineSlot], actors: Sequence[Actor], places: Sequence[ActorLocation]
-) -> list[Actor]:
-    """An actor on the right node for each slot, with the name people will read."""
+def _choose_threads(job: ResolvedJob, nodes: Sequence[NodeResources]) -> int:
+    """Of a rank or engine. On CPUs a rank and its engine may each use the whole share of the node where they take
+    turns, and half of it where the engine runs ahead."""
+    if job.layout.gpus_per_node:
+        return GPU_THREADS
+    num_busy = job.layout.ranks_per_node * (2 if compute_max_staleness_steps(job.spec.rollout) else 1)
+    return max(1, int(min(node.num_cpus for node in nodes) // num_busy))
+
+
+def _find_actors(slots: Sequence[EngineSlot], places: Sequence[ActorLocation]) -> list[int]:
+    """For each slot an actor on its node."""
     free: dict[str, list[int]] = {}
     for index, place in enumerate(places):
         free.setdefault(place.node_id, []).append(index)
-    assigned: list[Actor] = []
-    for slot in slots:
-        index = free[slot.node_id].pop(0)
-        name = f"engine {slot.replica}" + (f" node {slot.node_rank}" if slot.num_nodes > 1 else "")
-        place = replace(places[index], gpu_ids=slot.gpu_ids)
-        assigned.append(
-            Actor(
-                actors[index].handle,
-                place.describe(name),
-                place.node_id,
-                is_engine=True,
-                describe_log=functools.partial(read_last_log_lines, place.node_id, place.address, place.pid),
-            )
-        )
-    return assigned
+    return [free[slot.node_id].pop(0) for slot in slots]
+
+
+def _name_engine(slot: EngineSlot, actor: Actor, place: ActorLocation) -> Actor:
+    """With the name people will read."""
+    name = f"engine {slot.replica}" + (f" node {slot.node_rank}" if slot.num_nodes > 1 else "")
+    return Actor(
+        actor.handle,
+        replace(place, gpu_ids=slot.gpu_ids).describe(name),
+        place.node_id,
+        is_engine=True,
+        describe_log=functools.partial(read_last_log_lines, place.node_id, place.address, place.pid),
+    )
 
 
 def _start_engines(slots: Sequence[EngineSlot], actors: Sequence[Actor], settings: EngineSettings) -> dict[Any, Actor]:

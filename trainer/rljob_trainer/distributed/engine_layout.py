@@ -1,7 +1,8 @@
-"""Which ranks' GPUs make up which engine replica: pure functions over places and sizes.
+"""Which GPUs make up which engine replica: pure functions over places and sizes.
 
-A replica is one tensor parallel group of consecutive ranks (ranks are numbered by node, then GPU). Inside one node it
-is one actor; over several nodes it is one actor per node, of which the first is asked to generate.
+A co-located replica is one tensor parallel group of consecutive ranks (ranks are numbered by node, then GPU); a
+separate one has GPUs of its own. Inside one node it is one actor; over several nodes it is one actor per node, of which
+the first is asked to generate.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class EngineSlot:
     address: str
     """Bare address of the node."""
     ranks: tuple[int, ...]
-    """Trainer ranks whose GPUs it uses, in tensor parallel order."""
+    """Trainer ranks whose GPUs it uses, in tensor parallel order; empty where it has GPUs of its own."""
     gpu_ids: tuple[str, ...]
-    """One per rank; empty on CPUs."""
+    """One per tensor parallel rank; empty on CPUs."""
 
 
 def check_engine_layout(engine: Engine, layout: Layout) -> None:
@@ -43,36 +44,46 @@ def check_engine_layout(engine: Engine, layout: Layout) -> None:
     Raises:
         ConfigurationError: with the field, the value and values that work.
     """
-    size, ranks, world_size = layout.tensor_parallel_size, layout.ranks_per_node, layout.world_size
+    size, per_node = layout.tensor_parallel_size, layout.engine_slots_per_node
+    num_slots = layout.num_nodes * per_node
+    name = "engine GPUs" if layout.engine_gpus_per_node else "ranks"
     valid = [
         candidate
-        for candidate in range(1, world_size + 1)
-        if world_size % candidate == 0 and (ranks % candidate == 0 or candidate % ranks == 0)
+        for candidate in range(1, num_slots + 1)
+        if num_slots % candidate == 0 and (per_node % candidate == 0 or candidate % per_node == 0)
     ]
     if engine is Engine.NATIVE and size > 1:
         raise ConfigurationError(f"{FIELD}: Native engines hold a full copy each, got {size}; use 1, or engine: SGLang")
     if size not in valid:
         raise ConfigurationError(
-            f"{FIELD}: {size} does not cut {layout.num_nodes} nodes of {ranks} ranks into engines with the same number "
-            f"of ranks on each of their nodes; use one of {', '.join(map(str, valid))}"
+            f"{FIELD}: {size} does not cut {layout.num_nodes} nodes of {per_node} {name} into engines with the same "
+            f"number of {name} on each of their nodes; use one of {', '.join(map(str, valid))}"
         )
-    if engine is Engine.VLLM and size > ranks:
+    if engine is Engine.VLLM and size > per_node:
         raise ConfigurationError(
-            f"{FIELD}: vLLM replicas stay inside one node here, and {size} is more than its {ranks} ranks; use at most "
-            f"{ranks}, or engine: SGLang"
+            f"{FIELD}: vLLM replicas stay inside one node here, and {size} is more than its {per_node} {name}; use at "
+            f"most {per_node}, or engine: SGLang"
         )
-    if layout.num_engines * size != world_size:
+    if layout.num_engines * size != num_slots:
         raise ConfigurationError(
-            f"layout.numEngines: {layout.num_engines} engines of {size} ranks are not {world_size} ranks; use "
-            f"{world_size // size}"
+            f"layout.numEngines: {layout.num_engines} engines of {size} {name} are not {num_slots} {name}; use "
+            f"{num_slots // size}"
         )
+
+
+def count_engine_actors_per_node(layout: Layout) -> int:
+    """Replicas of a node, or its shares of replicas over several nodes."""
+    return layout.engine_slots_per_node // min(layout.tensor_parallel_size, layout.engine_slots_per_node)
 
 
 def choose_engine_bundles(layout: Layout) -> list[int]:
     """Placement group bundle of each engine actor, before the places are known (bundles are node by node).
 
-    Each takes the CPU share of its first rank's bundle.
+    A co-located one takes the CPU share of its first rank's bundle; the bundles of separate ones follow the ranks'.
     """
+    if layout.engine_gpus_per_node:
+        num_actors = layout.num_nodes * count_engine_actors_per_node(layout)
+        return list(range(layout.world_size, layout.world_size + num_actors))
     step = min(layout.tensor_parallel_size, layout.ranks_per_node)
     return list(range(0, layout.world_size, step))
 
@@ -118,6 +129,49 @@ def plan_engines(places: Sequence[ActorLocation], tensor_parallel_size: int) -> 
                     gpu_ids=gpu_ids,
                 )
             )
+    return slots
+
+
+def plan_separate_engines(places: Sequence[ActorLocation], tensor_parallel_size: int) -> list[tuple[int, EngineSlot]]:
+    """The engine actors that have GPUs of their own, replica by replica and node by node.
+
+    Args:
+        places: of the engine actors, in any order.
+        tensor_parallel_size: GPUs of one replica.
+
+    Returns:
+        (index of the actor in `places`, its slot).
+
+    Raises:
+        ConfigurationError: Ray gave actors different numbers of GPUs, or two of a replica are on one node.
+    """
+    order = sorted(range(len(places)), key=lambda index: places[index].sort_key)
+    shares = {len(places[index].gpu_ids) for index in order}
+    if len(shares) != 1 or tensor_parallel_size % (share := min(shares) or 1):
+        listing = "; ".join(places[index].describe("an engine") for index in order)
+        raise ConfigurationError(f"{FIELD}: {tensor_parallel_size} GPUs cannot be put together from {listing}")
+    num_nodes = tensor_parallel_size // share
+    slots: list[tuple[int, EngineSlot]] = []
+    for replica, first in enumerate(range(0, len(order), num_nodes)):
+        members = order[first : first + num_nodes]
+        if len({places[index].node_id for index in members}) != num_nodes:
+            listing = "; ".join(places[index].describe("an engine") for index in members)
+            raise ConfigurationError(f"{FIELD}: engine {replica} needs {num_nodes} nodes, but has {listing}")
+        slots += [
+            (
+                index,
+                EngineSlot(
+                    replica=replica,
+                    node_rank=node_rank,
+                    num_nodes=num_nodes,
+                    node_id=places[index].node_id,
+                    address=places[index].address,
+                    ranks=(),
+                    gpu_ids=places[index].gpu_ids,
+                ),
+            )
+            for node_rank, index in enumerate(members)
+        ]
     return slots
 
 

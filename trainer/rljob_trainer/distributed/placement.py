@@ -1,4 +1,4 @@
-"""Which nodes the ranks run on: a pure choice over Ray's node table, then one placement group."""
+"""Which nodes ranks and engines run on: a pure choice over Ray's node table, then one placement group."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from rljob_api.contract import Layout
+from rljob_trainer.distributed.engine_layout import count_engine_actors_per_node
 from rljob_trainer.errors import TransientError
 
 RESOURCE_DEADLINE_SECONDS: Final = 50.0
 PLACEMENT_DEADLINE_SECONDS: Final = 60.0
 CPUS_PER_RANK: Final = 1.0
 """Of the bundle. Trainer and engine of a rank take turns, so each gets half; reward workers take none."""
+CPUS_PER_ENGINE: Final = CPUS_PER_RANK / 2
 NODE_ID_LABEL: Final = "ray.io/node-id"
 
 
@@ -51,6 +53,8 @@ def choose_nodes(nodes: Sequence[NodeResources], layout: Layout) -> list[NodeRes
     A head without CPUs and GPUs fits no rank and is left out by itself.
     """
     needed_cpus = layout.ranks_per_node * CPUS_PER_RANK
+    if layout.engine_gpus_per_node:
+        needed_cpus += count_engine_actors_per_node(layout) * CPUS_PER_ENGINE
     fitting = [node for node in nodes if node.num_cpus >= needed_cpus and node.num_gpus >= layout.gpus_per_node]
     if len(fitting) >= layout.num_nodes:
         # Nodes with GPUs are for jobs with GPUs.
@@ -79,28 +83,44 @@ def wait_for_nodes(layout: Layout) -> list[NodeResources]:
         time.sleep(1.0)
 
 
-def reserve_ranks(nodes: Sequence[NodeResources], layout: Layout) -> PlacementGroup:
-    """One bundle per rank, pinned to the chosen nodes in order.
+@dataclass(frozen=True)
+class Bundle:
+    """What one actor (or a rank and its co-located engine) needs of a node."""
+
+    node: NodeResources
+    resources: dict[str, float]
+
+
+def plan_bundles(nodes: Sequence[NodeResources], layout: Layout) -> list[Bundle]:
+    """One bundle per rank, node by node; then one per separate engine actor with its share of GPUs, node by node."""
+    rank = {"CPU": CPUS_PER_RANK} | ({"GPU": 1.0} if layout.gpus_per_node else {})
+    bundles = [Bundle(node, rank) for node in nodes for _ in range(layout.ranks_per_node)]
+    if layout.engine_gpus_per_node:
+        num_actors = count_engine_actors_per_node(layout)
+        engine = {"CPU": CPUS_PER_ENGINE, "GPU": float(layout.engine_gpus_per_node // num_actors)}
+        bundles += [Bundle(node, engine) for node in nodes for _ in range(num_actors)]
+    return bundles
+
+
+def reserve_bundles(bundles: Sequence[Bundle]) -> PlacementGroup:
+    """Each pinned to its node.
 
     Raises:
         TransientError: Ray cannot reserve them in time (something else holds the resources).
     """
-    bundle: dict[str, float] = {"CPU": CPUS_PER_RANK}
-    if layout.gpus_per_node:
-        bundle["GPU"] = layout.gpus_per_node / layout.ranks_per_node
-    owners = [node for node in nodes for _ in range(layout.ranks_per_node)]
     group = placement_group(
-        [dict(bundle) for _ in owners],
+        [dict(bundle.resources) for bundle in bundles],
         strategy="PACK",
-        bundle_label_selector=[{NODE_ID_LABEL: node.node_id} for node in owners],
+        bundle_label_selector=[{NODE_ID_LABEL: bundle.node.node_id} for bundle in bundles],
     )
     if not group.wait(PLACEMENT_DEADLINE_SECONDS):
         remove_placement_group(group)
         available = ray.available_resources()
+        wanted = {name: sum(bundle.resources.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
+        addresses = dict.fromkeys(bundle.node.address for bundle in bundles)
         raise TransientError(
-            f"Ray did not reserve {len(owners)} bundles of {bundle} on {', '.join(node.address for node in nodes)} "
-            "within "
-            f"{PLACEMENT_DEADLINE_SECONDS:.0f} s; free now: {available.get('CPU', 0):g} CPUs, "
-            f"{available.get('GPU', 0):g} GPUs"
+            f"Ray did not reserve {len(bundles)} bundles with {wanted['CPU']:g} CPUs and {wanted['GPU']:g} GPUs in all "
+            f"on {', '.join(addresses)} within {PLACEMENT_DEADLINE_SECONDS:.0f} s; free now: "
+            f"{available.get('CPU', 0):g} CPUs, {available.get('GPU', 0):g} GPUs"
         )
     return group

@@ -91,6 +91,8 @@ class EngineSettings:
     memory_fraction: float = 0.6
     """Share of GPU memory for weights and KV cache; no meaning on CPUs."""
     engine_args: dict[str, Any] = field(default_factory=dict)
+    may_sleep: bool = True
+    """Whether a trainer on the same GPUs may take turns with it, so that memory must be given back and taken again."""
     num_threads: int | None = None
     """CPU threads of this engine; None leaves the library's default."""
 

@@ -23,6 +23,12 @@ CPU_MEMORY_FRACTION: Final = 0.1
 MAX_FREE_SHARE: Final = 0.95
 """SGLang needs some of the free memory for activations and graphs."""
 MAX_CPU_KV_TOKENS: Final = 131_072
+NO_NCCL: Final = "no-nccl-on-cpus"
+"""A library that cannot be loaded: SGLang then does without NCCL."""
+SPARE_POSITIONS: Final = 6
+"""By which SGLang's context is longer than any sequence: it refuses a prompt that leaves fewer positions of the context
+(`max_req_input_len`), and cuts a response short, without a word, when fewer than two would stay free
+(`init_req_max_new_tokens`)."""
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -37,7 +43,12 @@ class EnvironmentChange:
 
 
 def plan_environment(
-    version: str, settings: EngineSettings, environment: Mapping[str, str], cpu_ids: Collection[int]
+    version: str,
+    settings: EngineSettings,
+    environment: Mapping[str, str],
+    cpu_ids: Collection[int],
+    *,
+    has_ipv4_loopback: bool = True,
 ) -> EnvironmentChange:
     """The variables SGLang reads, by version; an image's own ENV cannot be unset by a pod spec, so it is done here.
 
@@ -46,6 +57,7 @@ def plan_environment(
         settings: of the engine.
         environment: what is set now.
         cpu_ids: CPUs this process may use.
+        has_ipv4_loopback: whether 127.0.0.1 is an address of this node.
     """
     switch = choose_memory_check_switch(version)
     assigned = dict(switch)
@@ -53,13 +65,21 @@ def plan_environment(
     assigned["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     # Log-probabilities of softmax(logits / temperature): what the trainer recomputes (LogProbMode.TEMPERED).
     assigned["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
+    # The spare positions may lie beyond the model's own; `check_positions` sees to it that no token ever does.
+    assigned["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if settings.host is not None:
         assigned["SGLANG_HOST_IP"] = settings.host
+    if not has_ipv4_loopback:
+        # SGLang binds its queue between ranks to 127.0.0.1; without the queue they use their process group.
+        assigned["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
     if settings.device == "cpu":
         assigned["SGLANG_USE_CPU_ENGINE"] = "1"
         # SGLang refuses more ranks than NUMA nodes unless told where each rank runs.
         everywhere = ",".join(str(cpu) for cpu in sorted(cpu_ids))
         assigned["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([everywhere] * settings.tensor_parallel_size)
+        # torch's CUDA build brings NCCL, whose communicator SGLang would build for ranks without a GPU as well
+        # ("Expected a cuda device, but got: cpu").
+        assigned["SGLANG_NCCL_SO_PATH"] = NO_NCCL
         if settings.num_threads is not None:
             assigned["OMP_NUM_THREADS"] = str(settings.num_threads)
     removed: list[str] = []
@@ -83,6 +103,19 @@ def plan_environment(
                 f"removed expandable_segments from {name}={value}: SGLang's memory saver cannot release such memory"
             )
     return EnvironmentChange(assigned, tuple(removed), tuple(warnings))
+
+
+def check_positions(max_sequence_tokens: int, num_positions: int) -> None:
+    """Refuse sequences that the model has no positions for.
+
+    Raises:
+        ConfigurationError: with the largest sum that works.
+    """
+    if max_sequence_tokens > num_positions:
+        raise ConfigurationError(
+            f"spec.data.maxPromptTokens + spec.rollout.maxResponseTokens: {max_sequence_tokens} tokens are more than "
+            f"the model's {num_positions} positions; use at most {num_positions} together, or another model"
+        )
 
 
 @dataclass(frozen=True)
@@ -130,6 +163,7 @@ def build_arguments(
         ConfigurationError: an unknown or owned argument.
     """
     samples = settings.max_concurrent_samples or DEFAULT_CONCURRENT_SAMPLES[settings.device]
+    context_length = settings.max_sequence_tokens + SPARE_POSITIONS
     owned: dict[str, Any] = {
         "model_path": settings.model_source,
         "revision": settings.model_revision,
@@ -139,7 +173,7 @@ def build_arguments(
         "tp_size": settings.tensor_parallel_size,
         "nnodes": settings.num_nodes,
         "node_rank": settings.node_rank,
-        "context_length": settings.max_sequence_tokens,
+        "context_length": context_length,
         # One more: while a prompt is prefilled in chunks SGLang counts it twice, and the last of `samples` sequences
         # would wait until all others have ended, then be decoded alone (0.4 s of 2.2 s, measured).
         "max_running_requests": samples + 1,
@@ -152,7 +186,7 @@ def build_arguments(
     defaults: dict[str, Any] = {"log_level": "error", "random_seed": 0}
     if settings.device == "cuda":
         owned |= {
-            "enable_memory_saver": True,
+            "enable_memory_saver": settings.may_sleep,
             "mem_fraction_static": convert_memory_fraction(settings.memory_fraction, cards),
             "base_gpu_id": 0,
         }
@@ -168,7 +202,9 @@ def build_arguments(
         defaults |= {
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
-            "max_total_tokens": min(MAX_CPU_KV_TOKENS, samples * settings.max_sequence_tokens),
+            # Else each scheduler polls without a pause and takes a core from the trainer, which has the next turn.
+            "sleep_on_idle": True,
+            "max_total_tokens": min(MAX_CPU_KV_TOKENS, samples * context_length),
         }
     for name in settings.engine_args:
         if name in owned:

@@ -67,7 +67,7 @@ def build_arguments(
     }
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if is_gpu:
-        owned |= {"gpu_memory_utilization": settings.memory_fraction, "enable_sleep_mode": True}
+        owned |= {"gpu_memory_utilization": settings.memory_fraction, "enable_sleep_mode": settings.may_sleep}
     else:
         defaults |= {
             "kv_cache_memory_bytes": compute_cpu_cache_bytes(settings, model_config),

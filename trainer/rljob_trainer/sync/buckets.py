@@ -20,6 +20,9 @@ DEVICE_BUCKET_BYTES: Final = 2 * 2**30
 """Each bucket costs a few milliseconds of calls and handle mapping, so fewer and larger; two are in flight. Llama 8B on
 one H200: 200 ms with 0.5 GiB, 119 with 1, 83 with 2, 70 with 4."""
 
+PEER_BUCKET_BYTES: Final = 2**30
+"""Of buckets that a rank writes to another GPU, where up to four of them take memory beside the engine's pool."""
+
 DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",

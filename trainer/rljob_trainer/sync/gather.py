@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +37,19 @@ def iterate_units(policy: PolicyModel) -> list[tuple[nn.Module, list[tuple[str, 
     return units
 
 
-def gather_buckets(policy: PolicyModel, dtype: torch.dtype, *, publish: bool, bucket_bytes: int) -> Iterator[Bucket]:
+def gather_buckets(
+    policy: PolicyModel,
+    dtype: torch.dtype,
+    *,
+    publish: bool,
+    bucket_bytes: int,
+    devices: Sequence[int] = (0,),
+) -> Iterator[Bucket]:
     """Collective: every rank iterates to the end; only ranks with `publish` build and yield buckets.
 
     Buckets live where the model computes: on a GPU they are exported by handle, also when shards are offloaded to the
-    host; on a CPU they are host memory.
+    host; on a CPU they are host memory. On GPUs each bucket comes once for every one of `devices`, in this order, as a
+    copy in that GPU's memory: a handle can be opened only by processes that see the GPU.
     """
     shapes = [
         (name, tuple(module.get_parameter(local).shape))
@@ -56,10 +64,11 @@ def gather_buckets(policy: PolicyModel, dtype: torch.dtype, *, publish: bool, bu
         if device.type != "cuda":
             yield Bucket(entries, bytes_.numpy())
             continue
-        memory = share_device_memory(bytes_)
+        copies = [share_device_memory(bytes_.to(torch.device("cuda", index), non_blocking=True)) for index in devices]
         # The receiver's mapping keeps the memory alive, so that it returns to the allocator as soon as it was read.
         del bytes_
-        yield Bucket(entries, memory)
+        for memory in copies:
+            yield Bucket(entries, memory)
     for _ in tensors:
         pass  # every gather on ranks that only take part, the release of the last unit on the others
     if device.type == "cuda":

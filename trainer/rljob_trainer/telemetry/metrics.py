@@ -79,8 +79,8 @@ def _of_sets(key: str) -> Callable[[Snapshot], Value]:
     return get
 
 
-def _of_critic(read: Callable[[StepStatistics], float | None]) -> Callable[[Snapshot], Value]:
-    """Of the last finished step; jobs without a critic have no such series."""
+def _of_last_or_absent(read: Callable[[StepStatistics], float | None]) -> Callable[[Snapshot], Value]:
+    """Of the last finished step; jobs that do not have it (a critic's loss) have no such series."""
     return lambda snapshot: None if snapshot.last is None else read(snapshot.last)
 
 
@@ -181,21 +181,21 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "gauge",
         "loss",
         "Loss of the critic in the last step, mean over its updates; absent without a critic.",
-        _of_critic(lambda s: s.value_loss),
+        _of_last_or_absent(lambda s: s.value_loss),
     ),
     MetricSpec(
         "value_clip_fraction",
         "gauge",
         "ratio",
         "Share of tokens whose value left the critic's clip range; absent without a critic.",
-        _of_critic(lambda s: s.value_clip_fraction),
+        _of_last_or_absent(lambda s: s.value_clip_fraction),
     ),
     MetricSpec(
         "value_explained_variance",
         "gauge",
         "ratio",
         "Share of the returns' variance that the critic knew before the update; absent without a critic.",
-        _of_critic(lambda s: s.value_explained_variance),
+        _of_last_or_absent(lambda s: s.value_explained_variance),
     ),
     MetricSpec(
         "learning_rate",
@@ -219,6 +219,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Where the last step's time went.",
         lambda s: s.phase_seconds if s.last is not None else None,
         label="phase",
+    ),
+    MetricSpec(
+        "rollout_ahead_seconds",
+        "gauge",
+        "seconds",
+        "Wall time of the last step's rollout, beside the training of the step before; absent where they take turns.",
+        _of_last_or_absent(lambda s: s.rollout_ahead_seconds),
     ),
     MetricSpec(
         "weight_version",

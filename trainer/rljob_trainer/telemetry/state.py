@@ -61,7 +61,8 @@ class TelemetryState:
         """`clock` gives Unix seconds. The calling thread counts as the driver's loop (see `is_driver_alive`)."""
         self._job_uid = job.uid
         self._attempt = job.attempt
-        self._world_size = job.layout.world_size
+        layout = job.layout
+        self._num_devices = layout.num_nodes * (layout.ranks_per_node + layout.engine_gpus_per_node)
         self._clock = clock
         self._lock = threading.Lock()
         self._driver = threading.current_thread()
@@ -241,7 +242,7 @@ class TelemetryState:
             entropy=last.entropy if last else None,
             response_tokens_mean=last.response_tokens_mean if last else None,
             tokens_per_second=tokens_per_second,
-            tokens_per_second_per_gpu=None if tokens_per_second is None else tokens_per_second / self._world_size,
+            tokens_per_second_per_gpu=None if tokens_per_second is None else tokens_per_second / self._num_devices,
             step_seconds=last.step_seconds if last else None,
             phase_seconds=PhaseSeconds(
                 **{

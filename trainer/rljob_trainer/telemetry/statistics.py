@@ -46,6 +46,8 @@ class StepStatistics:
     """Of the step's updates."""
     weight_version: int | None = None
     """Version that the engines hold after the step."""
+    rollout_ahead_seconds: float | None = None
+    """Wall time of the rollout and its rewards, beside the training of the step before; None where they take turns."""
     num_nan_steps_total: int = 0
     """Updates skipped for NaN or Inf since the run began (kept over resumes)."""
     num_dropped_samples: int = 0

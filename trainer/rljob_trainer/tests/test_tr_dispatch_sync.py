@@ -7,6 +7,7 @@ import pytest
 from rljob_trainer import dispatch
 from rljob_trainer.dispatch import Dispatcher
 from rljob_trainer.distributed.waiting import Actor
+from rljob_trainer.distributed.weight_sources import WeightSource
 from rljob_trainer.errors import EngineDied
 
 
@@ -29,17 +30,18 @@ class Remote:
         return f"{self._name}.{method}.{len(self._calls)}"
 
 
-class FakeCluster:
-    """Two nodes with four ranks each; engines of two ranks."""
+COLOCATED = [[WeightSource(first), WeightSource(first + 1)] for first in (0, 2, 4, 6)]
+ON_CPUS = [[WeightSource(0)], [WeightSource(0)], [WeightSource(4)], [WeightSource(4)]]
 
-    def __init__(self, calls, version=7, turns=False):
+
+class FakeCluster:
+    """Two nodes with four ranks each, two engines per node."""
+
+    def __init__(self, calls, sources, version=7, turns=False):
         self.calls, self.version, self.turns = calls, version, turns
         self.ranks = [Actor(Remote(f"rank {rank}", calls), f"rank {rank}", f"node {rank // 4}") for rank in range(8)]
         self.engines = [Actor(Remote(f"engine {i}", calls), f"engine {i}", f"node {i // 2}", True) for i in range(4)]
-        self.engine_ranks = [(0, 1), (2, 3), (4, 5), (6, 7)]
-
-    def leaders(self):
-        return [self.ranks[0], self.ranks[4]]
+        self.weight_sources = sources
 
     def call_ranks(self, method, **_):
         self.calls.append(("ranks", method, ()))
@@ -54,9 +56,9 @@ class FakeCluster:
 def make(monkeypatch):
     """A dispatcher over the fake cluster; `arrivals` are (rank, bucket) in the order they come."""
 
-    def build(arrivals, gpus_per_node, **options):
+    def build(arrivals, sources=COLOCATED, **options):
         calls = []
-        cluster = FakeCluster(calls, **options)
+        cluster = FakeCluster(calls, sources, **options)
 
         def iterate(streams, **_):
             assert list(streams.values()) == cluster.ranks, "every rank takes part in the gathers"
@@ -67,9 +69,7 @@ def make(monkeypatch):
             dispatch, "wait_for_all", lambda references, **_: calls.append(("wait", sorted(references), ()))
         )
         training = SimpleNamespace(collective_timeout_seconds=60, sequence_parallel_size=1)
-        job = SimpleNamespace(
-            spec=SimpleNamespace(training=training), layout=SimpleNamespace(gpus_per_node=gpus_per_node)
-        )
+        job = SimpleNamespace(spec=SimpleNamespace(training=training))
         return Dispatcher(job, cluster, lambda: None), calls
 
     return build
@@ -83,7 +83,7 @@ def test_each_engine_takes_one_bucket_of_each_of_its_ranks(make):
     # The ranks of an engine are not equally fast, and its second rank may be first.
     arrivals = [(1, "1a"), (1, "1b"), (0, "0a"), (2, "2a"), (3, "3a"), (3, "3b"), (0, "0b"), (2, "2b")]
     arrivals += [(rank, f"{rank}{part}") for part in "ab" for rank in (7, 6, 5, 4)]
-    dispatcher, calls = make(arrivals, gpus_per_node=4)
+    dispatcher, calls = make(arrivals)
     dispatcher.sync_weights(7)
     by_engine = {}
     for name, arguments in updates(calls):
@@ -92,12 +92,12 @@ def test_each_engine_takes_one_bucket_of_each_of_its_ranks(make):
         f"engine {index}": [(f"{2 * index}a", f"{2 * index + 1}a"), (f"{2 * index}b", f"{2 * index + 1}b")]
         for index in range(4)
     }
-    assert [arguments for name, method, arguments in calls if method == "stream_weights"] == [(True, None)] * 8
+    assert [arguments for name, method, arguments in calls if method == "stream_weights"] == [((0,), None)] * 8
 
 
 def test_an_engine_has_taken_a_bucket_before_it_gets_the_next(make):
     arrivals = [(rank, f"{rank}{part}") for part in "abc" for rank in range(8)]
-    dispatcher, calls = make(arrivals, gpus_per_node=4)
+    dispatcher, calls = make(arrivals)
     dispatcher.sync_weights(7)
     open_updates = set()
     for name, method, _ in calls:
@@ -111,7 +111,7 @@ def test_an_engine_has_taken_a_bucket_before_it_gets_the_next(make):
 
 def test_on_cpus_the_first_rank_of_a_node_feeds_all_its_engines(make):
     arrivals = [(0, "0a"), (4, "4a"), (4, "4b"), (0, "0b")]
-    dispatcher, calls = make(arrivals, gpus_per_node=0)
+    dispatcher, calls = make(arrivals, ON_CPUS)
     dispatcher.sync_weights(7, bucket_bytes=99)
     assert updates(calls) == [
         ("engine 0", ("0a",)),
@@ -124,24 +124,57 @@ def test_on_cpus_the_first_rank_of_a_node_feeds_all_its_engines(make):
         ("engine 1", ("0b",)),
     ]
     publishing = {name: arguments for name, method, arguments in calls if method == "stream_weights"}
-    assert publishing == {f"rank {rank}": (rank in (0, 4), 99) for rank in range(8)}
+    assert publishing == {f"rank {rank}": ((0,) if rank in (0, 4) else (), 99) for rank in range(8)}
+
+
+def test_separate_engines_take_the_copies_on_their_own_cards(make):
+    """Node 0: an engine of two GPUs, both written by rank 0, as devices 1 and 2; node 1: engines of ranks 4 and 5."""
+    sources = [[WeightSource(0, 1), WeightSource(0, 2)], [WeightSource(4, 1)], [WeightSource(5, 1)]]
+    arrivals = [
+        (5, "5a"),
+        (0, "0a on 1"),
+        (5, "5b"),
+        (0, "0a on 2"),
+        (4, "4a"),
+        (0, "0b on 1"),
+        (4, "4b"),
+        (0, "0b on 2"),
+    ]
+    dispatcher, calls = make(arrivals, sources)
+    dispatcher.sync_weights(7)
+    assert updates(calls) == [
+        ("engine 2", ("5a",)),
+        ("engine 2", ("5b",)),
+        ("engine 0", ("0a on 1", "0a on 2")),
+        ("engine 1", ("4a",)),
+        ("engine 1", ("4b",)),
+        ("engine 0", ("0b on 1", "0b on 2")),
+    ]
+    publishing = {name: arguments[0] for name, method, arguments in calls if method == "stream_weights"}
+    assert publishing == {f"rank {rank}": {0: (1, 2), 4: (1,), 5: (1,)}.get(rank, ()) for rank in range(8)}
+
+
+def test_a_copy_that_never_comes_is_an_error(make):
+    dispatcher, _ = make([(0, "0a on 1")], [[WeightSource(0, 1), WeightSource(0, 2)]])
+    with pytest.raises(EngineDied, match="different numbers of buckets"):
+        dispatcher.sync_weights(7)
 
 
 def test_ranks_that_stream_different_numbers_of_buckets_are_an_error(make):
     arrivals = [(rank, f"{rank}a") for rank in range(8)] + [(1, "1b")]
-    dispatcher, _ = make(arrivals, gpus_per_node=4)
+    dispatcher, _ = make(arrivals)
     with pytest.raises(EngineDied, match="different numbers of buckets"):
         dispatcher.sync_weights(7)
 
 
 def test_another_version_is_an_error(make):
-    dispatcher, _ = make([], gpus_per_node=0, version=6)
+    dispatcher, _ = make([], version=6)
     with pytest.raises(EngineDied, match="expected 7"):
         dispatcher.sync_weights(7)
 
 
 def test_where_they_take_turns_memory_goes_back_before_the_engine_takes_it(make):
-    dispatcher, calls = make([], gpus_per_node=4, turns=True)
+    dispatcher, calls = make([], turns=True)
     dispatcher.make_room()
     dispatcher.sync_weights(7)
     order = [method for _, method, _ in calls if isinstance(method, str)]
@@ -150,7 +183,7 @@ def test_where_they_take_turns_memory_goes_back_before_the_engine_takes_it(make)
 
 
 def test_side_by_side_nothing_is_offloaded_and_gathers_start_at_once(make):
-    dispatcher, calls = make([], gpus_per_node=4)
+    dispatcher, calls = make([])
     dispatcher.make_room()
     dispatcher.sync_weights(7)
     order = [method for _, method, _ in calls if isinstance(method, str)]

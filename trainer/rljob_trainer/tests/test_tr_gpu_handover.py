@@ -26,10 +26,14 @@ SMALL_BUCKET_BYTES = 30_000
 NUM_BYTES = 10_000_000
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12], [13, 14]]
 LAYOUTS = [
-    pytest.param(1, 1, id="one rank", marks=needs_gpus(1, "sglang")),
-    pytest.param(2, 2, id="two ranks, one engine of two", marks=needs_gpus(2, "sglang")),
-    pytest.param(2, 1, id="two ranks, two engines", marks=needs_gpus(2, "sglang")),
+    pytest.param(1, 1, 1, id="one rank", marks=needs_gpus(1, "sglang")),
+    pytest.param(2, 2, 2, id="two ranks, one engine of two", marks=needs_gpus(2, "sglang")),
+    pytest.param(2, 2, 1, id="two ranks, two engines", marks=needs_gpus(2, "sglang")),
+    pytest.param(2, 1, 1, id="one rank, an engine on the other GPU", marks=needs_gpus(2, "sglang")),
+    pytest.param(4, 2, 2, id="two ranks, an engine on two other GPUs", marks=needs_gpus(4, "sglang")),
+    pytest.param(4, 1, 1, id="one rank, three engines on other GPUs", marks=needs_gpus(4, "sglang")),
 ]
+"""GPUs, ranks, tensor parallel size; GPUs without a rank are for separate engines."""
 
 
 @pytest.fixture
@@ -67,27 +71,29 @@ def measure_difference(dispatcher, engine):
     return np.abs(found - expected)
 
 
-@pytest.mark.parametrize(("num_ranks", "tensor_parallel_size"), LAYOUTS)
+@pytest.mark.parametrize(("num_gpus", "num_ranks", "tensor_parallel_size"), LAYOUTS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_both_sides_hold_the_same_bytes(architecture, num_ranks, tensor_parallel_size, local_ray, tmp_path):
+def test_both_sides_hold_the_same_bytes(architecture, num_gpus, num_ranks, tensor_parallel_size, local_ray, tmp_path):
     source = save_architecture(tmp_path / "model", architecture)
     job = build_job(
         run_directory=str(tmp_path / "run"),
         model=str(source),
         dtype="BFloat16",
+        compile="Never",
         data={"max_prompt_tokens": 32},
         rollout={
             "engine": "SGLang",
+            "placement": "Colocated" if num_gpus == num_ranks else "Separate",
             "memory_fraction": 0.3,
             "tensor_parallel_size": tensor_parallel_size,
             "max_concurrent_samples": 64,
             "engine_args": ENGINE_ARGS,
         },
-        cluster={"gpus_per_node": num_ranks, "ranks_per_node": num_ranks},
+        cluster={"gpus_per_node": num_gpus, "ranks_per_node": num_ranks},
     )
     cluster = start_cluster(job, build_loss_settings(job), (1, 2), lambda: None)
     try:
-        assert len(cluster.engines) == num_ranks // tensor_parallel_size
+        assert len(cluster.engines) == (num_gpus - num_ranks or num_ranks) // tensor_parallel_size
         dispatcher = Dispatcher(job, cluster, lambda: None)
         started = cluster.call_engines("checksum", timeout_seconds=CALL_SECONDS)
         dispatcher.sync_weights(1)

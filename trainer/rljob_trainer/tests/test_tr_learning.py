@@ -19,10 +19,15 @@ ALGORITHMS = {
     "GSPO": {"type": "GSPO"},
     "PPO": {"type": "PPO"},
     "DAPO": {"type": "DAPO", "overlongPenalty": {"bufferTokens": 2, "factor": 0.5}},
+    "one-step-off": {"type": "GRPO"},
 }
 
 
-SECTIONS = {"PPO": {"critic": {"learningRate": 1e-3, "warmupSteps": 2, "epochsPerStep": 2}}}
+SECTIONS = {
+    "PPO": {"critic": {"learningRate": 1e-3, "warmupSteps": 2, "epochsPerStep": 2}},
+    # Samples of weights that are one step old, with the correction that is the default then.
+    "one-step-off": {"rollout": {"placement": "Separate"}},
+}
 
 
 @pytest.fixture(scope="session")

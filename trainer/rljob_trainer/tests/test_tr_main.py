@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -65,11 +66,13 @@ def edit(path, value):
     [
         (edit(["spec", "rollout", "temprature"], 1), "spec.rollout.temprature"),
         (edit(["spec", "training", "promptsPerStep"], "many"), "spec.training.promptsPerStep"),
-        (edit(["spec", "rollout", "placement"], "Separate"), "spec.rollout.placement"),
+        (edit(["spec", "network", "fabric"], "RoCE"), "spec.network.fabric"),
+        (edit(["spec", "rollout", "maxStalenessSteps"], 1), "spec.rollout.maxStalenessSteps: 1"),
+        (edit(["layout", "engineGpusPerNode"], 1), "layout.engineGpusPerNode: 1 does not fit"),
         (edit(["spec", "training", "miniBatchPrompts"], 3), "miniBatchPrompts: 3 does not divide"),
         (edit(["spec", "training", "totalEpochs"], 1), "exactly one of totalSteps and totalEpochs"),
         (edit(["layout", "worldSize"], 3), "layout.worldSize: 3"),
-        (edit(["layout", "gpusPerNode"], 1), "ranksPerNode: 2 ranks on 1 GPUs"),
+        (edit(["layout", "gpusPerNode"], 1), "ranksPerNode: 2 ranks and 0 GPUs for engines on 1 GPUs"),
         (edit(["layout", "tensorParallelSize"], 2), "tensorParallelSize"),
     ],
 )
@@ -81,6 +84,36 @@ def test_bad_jobs_name_their_field(tmp_path, make_job, change, message):
     with pytest.raises(ConfigurationError) as caught:
         load_job({"RLJOB_CONFIG": str(path)})
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "placement", "message"),
+    [
+        ({"ranks": 6, "engine_gpus": 2, "gpus": 8}, "Separate", None),
+        ({"ranks": 8, "engine_gpus": 0, "gpus": 8}, "Colocated", None),
+        ({"ranks": 2, "engine_gpus": 0, "gpus": 0}, "Separate", None),
+        # A GPU that nobody uses, that two would use, and engines that would share GPUs and yet run ahead.
+        ({"ranks": 6, "engine_gpus": 0, "gpus": 8}, "Colocated", "ranksPerNode: 6 ranks and 0 GPUs for engines on 8"),
+        ({"ranks": 7, "engine_gpus": 2, "gpus": 8}, "Separate", "ranksPerNode: 7 ranks and 2 GPUs for engines on 8"),
+        ({"ranks": 8, "engine_gpus": 0, "gpus": 8}, "Separate", "layout.engineGpusPerNode: 0 does not fit"),
+        ({"ranks": 6, "engine_gpus": 2, "gpus": 8}, "Colocated", "layout.engineGpusPerNode: 2 does not fit"),
+    ],
+)
+def test_every_gpu_has_one_owner(tmp_path, make_job, layout, placement, message):
+    job = make_job(run_directory="x", rollout={"placement": placement})
+    update = {
+        "ranks_per_node": layout["ranks"],
+        "world_size": layout["ranks"],
+        "gpus_per_node": layout["gpus"],
+        "engine_gpus_per_node": layout["engine_gpus"],
+        "num_engines": layout["engine_gpus"] or layout["ranks"],
+    }
+    environment = write_job(tmp_path, job.model_copy(update={"layout": job.layout.model_copy(update=update)}))
+    if message is None:
+        assert load_job(environment).layout.engine_gpus_per_node == layout["engine_gpus"]
+        return
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        load_job(environment)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null"])

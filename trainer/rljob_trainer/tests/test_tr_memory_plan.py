@@ -106,6 +106,7 @@ def test_without_an_engine_nothing_is_offloaded():
     plan = plan_memory(request(memory_fraction=0.0))
     assert not plan.offload_engine
     assert plan.engine_weights == plan.engine_kv_cache == 0
+    assert "engines have other GPUs" in plan.describe()
 
 
 def test_what_cannot_fit_says_so():

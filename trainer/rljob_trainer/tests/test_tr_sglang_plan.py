@@ -8,15 +8,17 @@ import torch
 
 from rljob_trainer.engines.contract import EngineSettings, FinishReason, GenerateRequest
 from rljob_trainer.engines.sglang_arguments import (
+    NO_NCCL,
     GPUMemory,
     build_arguments,
+    check_positions,
     choose_graph_sizes,
     convert_memory_fraction,
     plan_environment,
 )
-from rljob_trainer.engines.sglang_samples import compute_sample_seed, judge_aborted
+from rljob_trainer.engines.sglang_samples import compute_sample_seed, judge_aborted, read_sample
 from rljob_trainer.engines.sglang_weights import unfuse
-from rljob_trainer.errors import ConfigurationError
+from rljob_trainer.errors import ConfigurationError, EngineDied
 
 CPU = EngineSettings("model", None, "Float32", "cpu", (2,), max_concurrent_samples=8, max_sequence_tokens=100)
 CUDA = replace(CPU, device="cuda", dtype="BFloat16", memory_fraction=0.55)
@@ -65,7 +67,12 @@ def test_ranks_on_cpus_are_told_where_to_run():
     assert change.assigned["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1,3|0,1,3"
     assert change.assigned["SGLANG_USE_CPU_ENGINE"] == "1"
     assert change.assigned["OMP_NUM_THREADS"] == "1"
-    assert "SGLANG_USE_CPU_ENGINE" not in plan_environment("0.5.23", CUDA, {}, [0]).assigned
+
+
+def test_ranks_on_cpus_do_without_nccl_and_ranks_on_gpus_keep_it():
+    assert plan_environment("0.5.23", CPU, {}, [0]).assigned["SGLANG_NCCL_SO_PATH"] == NO_NCCL
+    assigned = plan_environment("0.5.23", CUDA, {}, [0]).assigned
+    assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_NCCL_SO_PATH", "SGLANG_CPU_OMP_THREADS_BIND"} & set(assigned)
 
 
 def test_arguments_on_gpus():
@@ -77,7 +84,7 @@ def test_arguments_on_gpus():
         "device": "cuda",
         "tp_size": 2,
         "nnodes": 1,
-        "context_length": 100,
+        "context_length": 106,
         "max_running_requests": 9,
         "enable_memory_saver": True,
         "mem_fraction_static": 0.55,
@@ -88,6 +95,14 @@ def test_arguments_on_gpus():
     }
     assert {name: arguments.get(name) for name in expected} == expected
     assert "dist_init_addr" not in arguments
+    # Nobody takes turns with an engine that has its GPUs to itself.
+    assert build_arguments(replace(CUDA, may_sleep=False), KNOWN, nccl_port=7)["enable_memory_saver"] is False
+
+
+def test_sequences_beyond_the_models_positions_are_refused():
+    check_positions(100, 100)
+    with pytest.raises(ConfigurationError, match=r"maxPromptTokens \+ .*maxResponseTokens: 101 .* use at most 100"):
+        check_positions(101, 100)
 
 
 GIB = 2**30
@@ -112,8 +127,13 @@ def test_the_users_arguments_win_over_defaults():
     settings = replace(CPU, engine_args={"log_level": "info", "disable_radix_cache": True})
     arguments = build_arguments(settings, KNOWN, nccl_port=7)
     assert (arguments["log_level"], arguments["disable_radix_cache"]) == ("info", True)
-    assert (arguments["attention_backend"], arguments["max_total_tokens"]) == ("torch_native", 800)
+    assert (arguments["attention_backend"], arguments["max_total_tokens"]) == ("torch_native", 8 * 106)
     assert "enable_memory_saver" not in arguments
+
+
+def test_schedulers_sleep_between_turns_on_cpus_only():
+    assert build_arguments(CPU, KNOWN, nccl_port=7)["sleep_on_idle"] is True
+    assert "sleep_on_idle" not in build_arguments(CUDA, KNOWN, nccl_port=7)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +157,13 @@ def test_addresses_of_both_families():
     assert (two_nodes["dist_init_addr"], two_nodes["nnodes"], two_nodes["node_rank"]) == ("[fd00::6]:5000", 2, 1)
     assert "nccl_port" not in two_nodes
     assert plan_environment("0.5.23", settings, {}, [0]).assigned["SGLANG_HOST_IP"] == "fd00::7"
+
+
+def test_without_ipv4_loopback_ranks_use_no_queue_that_needs_it():
+    settings = replace(CPU, host="fd00::7", tensor_parallel_size=2)
+    name = "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"
+    assert plan_environment("0.5.23", settings, {}, [0], has_ipv4_loopback=False).assigned[name] == "0"
+    assert name not in plan_environment("0.5.23", settings, {}, [0]).assigned
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 64, 500, 512])
@@ -172,6 +199,27 @@ def test_a_samples_seed_depends_on_what_identifies_it():
 )
 def test_an_abort_that_meets_the_end_of_a_response_does_not_spoil_it(token_ids, want):
     assert judge_aborted(token_ids, (1, 2), 4) == want
+
+
+def make_output(token_ids, reason, log_prob=-1.0):
+    return {
+        "output_ids": token_ids,
+        "meta_info": {
+            "finish_reason": {"type": reason},
+            "output_token_logprobs": [(log_prob, token, None) for token in token_ids],
+            "weight_version": "3",
+        },
+    }
+
+
+def test_a_response_that_was_cut_short_is_not_taken_for_a_long_one():
+    request = GenerateRequest("a", [1], 1, 0, 0)
+    sample = read_sample(make_output([5, 6, 7], "length"), request, (2,), 3)
+    assert (sample.token_ids, sample.finish_reason, sample.weight_version) == ([5, 6, 7], FinishReason.LENGTH, 3)
+    with pytest.raises(EngineDied, match=r"cut a sample of a after 3 of 4 tokens"):
+        read_sample(make_output([5, 6, 7], "length"), request, (2,), 4)
+    with pytest.raises(EngineDied, match="not finite"):
+        read_sample(make_output([5, 2], "stop", float("nan")), request, (2,), 4)
 
 
 HIDDEN, HEAD, VOCABULARY, INTERMEDIATE = 12, 4, 10, 8

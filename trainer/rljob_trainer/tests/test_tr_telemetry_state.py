@@ -165,8 +165,11 @@ def test_every_metric_of_the_table_appears_once_there_is_a_step(job):
     state.finish_step(step(3, num_dropped_samples=4, weight_version=4))
     with state.phase(TrainerPhase.TRAIN):
         pass
-    critic = {"value_loss": 0.1, "value_clip_fraction": 0.0, "value_explained_variance": 0.3}
-    state.finish_step(step(4, weight_version=5, reward_function_means={"gsm8k": 0.5, "gsm8k/length": 9.0}, **critic))
+    assert read(registry, "value_loss") is None, "only jobs with a critic have it"
+    assert read(registry, "rollout_ahead_seconds") is None, "only jobs whose rollout runs ahead have it"
+    further = {"value_loss": 0.1, "value_clip_fraction": 0.0, "value_explained_variance": 0.3}
+    further["rollout_ahead_seconds"] = 7.0
+    state.finish_step(step(4, weight_version=5, reward_function_means={"gsm8k": 0.5, "gsm8k/length": 9.0}, **further))
     labels = {"phase": "train", "function": "gsm8k", "set": "aime24", "tracker": "wandb"}
     for spec in METRICS:
         value = read(registry, spec.name, **({spec.label: labels[spec.label]} if spec.label else {}))
@@ -177,6 +180,14 @@ def test_every_metric_of_the_table_appears_once_there_is_a_step(job):
     assert read(registry, "dropped_samples_total") == 7
     assert read(registry, "evaluation_reward_mean") == 0.25
     assert read(registry, "checkpoint_timestamp_seconds") == 1_800_000_000.0
+
+
+def test_gpus_of_engines_count_where_speed_is_per_gpu(job):
+    update = {"gpus_per_node": 8, "ranks_per_node": 6, "engine_gpus_per_node": 2}
+    state = TelemetryState(job.model_copy(update={"layout": job.layout.model_copy(update=update)}))
+    state.start_training(total_steps=10)
+    state.finish_step(step(1))
+    assert state.build_progress().progress.tokens_per_second_per_gpu == 800 / 4 / 8
 
 
 def test_label_sets_are_bounded(job):

@@ -287,6 +287,10 @@ def test_arguments_exist_in_every_release(version, device, backend):
     assert arguments["distributed_executor_backend"] == backend
     assert arguments["logprobs_mode"] == "processed_logprobs"
     assert ("enable_sleep_mode" in arguments) is (device == "cuda")
+    if device == "cuda":
+        assert arguments["enable_sleep_mode"] is True
+        apart = build_arguments(make_settings(device=device, may_sleep=False), MODEL_CONFIG, known, version)
+        assert apart["enable_sleep_mode"] is False, "nobody takes turns with an engine that has its GPUs to itself"
     assert ("gpu_memory_utilization" in arguments) is (device == "cuda")
     if device == "cpu":
         # 65 samples x 1 block of 128 tokens x 2 x 3 layers x 2 heads x 32 x 4 bytes
