@@ -101,17 +101,21 @@ def check_interface_env(context: RuleContext) -> Iterable[Finding]:
 
 
 def check_allocator_env(context: RuleContext) -> Iterable[Finding]:
-    """Expandable segments and the sleep mode of co-located engines exclude each other (vllm PR #11743)."""
+    """Expandable segments and the sleep mode of co-located engines exclude each other (vllm PR #11743); separate
+    engines get weights by CUDA-IPC handles, which such memory does not have."""
     rollout = context.spec.rollout
-    if rollout.engine is Engine.NATIVE or rollout.placement is Placement.SEPARATE:
+    if rollout.engine is Engine.NATIVE:
         return
+    if rollout.placement is Placement.SEPARATE:
+        harm = f"keeps the trainer from handing weights to a separate {rollout.engine}"
+    else:
+        harm = f"keeps a co-located {rollout.engine} from releasing its memory"
     for path, variable in _list_variables(context):
         value = (variable.value or "").replace(" ", "").lower()
         if variable.name in ALLOCATOR_ENV and "expandable_segments:true" in value:
             yield make_error(
                 f"{path}.value",
-                f"{variable.value!r}: expandable_segments:True keeps a co-located {rollout.engine} from releasing its "
-                "memory; remove it, or set expandable_segments:False",
+                f"{variable.value!r}: expandable_segments:True {harm}; remove it, or set expandable_segments:False",
                 FindingReason.CONFLICT,
             )
 

@@ -66,6 +66,7 @@ def _build_colocated_nccl_defaults(placement: Placement) -> dict[str, str]:
     return {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 
-def hosts_sleeping_engine(engine: Engine, placement: Placement) -> bool:
-    """Whether an engine's memory pool is put to sleep in these pods, which expandable segments break."""
-    return engine is not Engine.NATIVE and placement is Placement.COLOCATED
+def needs_plain_allocations(engine: Engine) -> bool:
+    """Whether expandable segments break the job: a co-located engine's memory pool cannot sleep with them, and weight
+    buckets for separate engines have no CUDA-IPC handle."""
+    return engine is not Engine.NATIVE

@@ -19,7 +19,7 @@ from rljob_api.names import (
     STORAGE_MOUNT_PATH,
 )
 from rljob_api.v1alpha1 import EnvVar
-from rljob_operator.render.engine_env import build_engine_environment, hosts_sleeping_engine
+from rljob_operator.render.engine_env import build_engine_environment, needs_plain_allocations
 from rljob_operator.render.names import AUTH_TOKEN_KEY, ROLE_WORKER
 from rljob_operator.render.network import build_socket_environment
 from rljob_operator.render.quantity import parse_whole_cpus
@@ -118,7 +118,7 @@ def enforce_environment(
         f"{resolved.engine} {resolved.engine_version} ignores or misreads it; "
         f"the operator sets {', '.join(engine.owned)} instead",
     )
-    strips_segments = hosts_sleeping_engine(resolved.engine, resolved.spec.rollout.placement)
+    strips_segments = needs_plain_allocations(resolved.engine)
 
     kept: list[EnvEntry] = []
     for entry in entries:
@@ -143,7 +143,8 @@ def enforce_environment(
                     "AllocatorConfIncompatible",
                     f"{path}.value",
                     f"{entry['value']!r}: expandable_segments is removed, the memory pool of a co-located engine "
-                    f"cannot sleep with it; what remains: {remaining!r}",
+                    "cannot sleep with it, and weights cannot be handed to a separate one; what remains: "
+                    f"{remaining!r}",
                 )
             )
             if remaining:

@@ -138,7 +138,8 @@ def test_override_of_an_unknown_field_is_an_error_of_the_job(workspace):
     [
         ({"cluster": {"nodes": 2}}, 64, "spec.cluster.nodes: 2 nodes need a cluster"),
         ({"rollout": {"samplesPerPrompt": 1}}, 64, "spec.rollout.samplesPerPrompt"),
-        ({"rollout": {"placement": "Separate"}}, 64, "spec.rollout.placement"),
+        ({"rollout": {"maxStalenessSteps": 1}}, 64, "spec.rollout.maxStalenessSteps"),
+        ({"network": {"fabric": "RoCE"}}, 64, "spec.network.fabric"),
         ({"data": {"train": ["assets/trian.jsonl"]}}, 65, "did you mean"),
         ({"data": {"train": ["nowhere/x.jsonl"]}}, 65, "spec.data.train[0]"),
         ({"data": {"validation": ["assets/none.jsonl"]}}, 65, "spec.data.validation[0]"),
@@ -159,9 +160,9 @@ def test_refusals_come_before_anything_starts(workspace, overrides, want_code, w
 
 
 def test_unbuilt_feature_is_refused_and_named(workspace):
-    result = run_job(workspace, make_job(rollout={"placement": "Separate"}))
+    result = run_job(workspace, make_job(network={"fabric": "RoCE"}))
     assert "NotSupportedYet" in result.stderr
-    assert "--set rollout.placement=VALUE" in result.stderr
+    assert "--set network.fabric=VALUE" in result.stderr
 
 
 def test_hugging_face_id_is_not_taken_for_a_path(workspace):

@@ -66,10 +66,13 @@ def test_names_that_make_kuberay_refuse_the_cluster_are_errors(name):
     ],
 )
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_expandable_segments_never_meet_a_sleeping_engine(engine, value, want, name):
-    rollout = {"engine": engine, "engineVersion": {"SGLang": "0.5.16", "VLLM": "0.24.0", "Native": None}[engine]}
+@pytest.mark.parametrize("placement", ["Colocated", "Separate"])
+def test_expandable_segments_never_meet_an_engine_that_cannot_have_them(engine, value, want, name, placement):
+    version = {"SGLang": "0.5.16", "VLLM": "0.24.0", "Native": None}[engine]
+    ranks = {"ranksPerNode": 1} if placement == "Separate" else {}
     environment, findings = render_environment(
-        rollout=rollout, cluster={"gpusPerNode": 2, "env": [{"name": name, "value": value}]}
+        rollout={"engine": engine, "engineVersion": version, "placement": placement},
+        cluster={"gpusPerNode": 2, "env": [{"name": name, "value": value}], **ranks},
     )
     assert environment.get(name) == want
     assert [finding.reason for finding in findings] == (["AllocatorConfIncompatible"] if want != value else [])

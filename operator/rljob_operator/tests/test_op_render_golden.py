@@ -57,6 +57,7 @@ def test_all_required_cases_are_there():
         "one-node-tp2-sglang-0516",
         "two-nodes-tp16-sglang",
         "ipv6-sglang",
+        "separate-sglang",
         "sglang-0505",
         "sglang-0523",
         "vllm-024",
