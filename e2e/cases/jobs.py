@@ -61,7 +61,7 @@ def make_job(settings: Settings, name: str, *, total_steps: int, nodes: int = 2,
         "everySteps": 2,
         "storage": {"claimName": settings.claim, "path": RUN},
     }
-    spec["training"] = {**spec["training"], "totalSteps": total_steps}
+    spec["training"] = {**spec["training"], "totalSteps": total_steps, "promptsPerStep": 32}
     spec["failurePolicy"] = {"maxRetries": 2, "backoffSeconds": 1, "startupTimeoutSeconds": 600}
     merge(spec, relocate_assets(spec))
     # What is tested here is the way of a job, not what it learns: the demo and its test show that.
