@@ -125,3 +125,12 @@ def find_free_port(host: str) -> int:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def is_local_address(address: str) -> bool:
+    """Whether this node can listen at a bare address; a node with IPv6 only may lack even 127.0.0.1."""
+    try:
+        find_free_port(address)
+    except OSError:
+        return False
+    return True

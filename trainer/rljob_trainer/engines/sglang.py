@@ -18,11 +18,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from rljob_api.v1alpha1.model import DType
-from rljob_trainer.distributed.network import find_free_port
+from rljob_trainer.distributed.network import (
+    GLOO_VARIABLE,
+    find_free_port,
+    find_interface,
+    is_local_address,
+    set_interface,
+)
 from rljob_trainer.engines.contract import (
     EngineHealth,
     EngineInfo,
     EngineSettings,
+    FinishReason,
     GeneratedGroup,
     GenerateRequest,
     LogProbMode,
@@ -31,13 +38,19 @@ from rljob_trainer.engines.contract import (
     SamplingParams,
 )
 from rljob_trainer.engines.ledger import WeightLedger, read_parameter_shapes
-from rljob_trainer.engines.sglang_arguments import GPUMemory, build_arguments, choose_loopback, plan_environment
+from rljob_trainer.engines.sglang_arguments import (
+    GPUMemory,
+    build_arguments,
+    check_positions,
+    choose_loopback,
+    plan_environment,
+)
 from rljob_trainer.engines.sglang_buckets import LOAD_FORMAT, serialize_buckets
 from rljob_trainer.engines.sglang_process import POLL_SECONDS, EngineProcesses
 from rljob_trainer.engines.sglang_samples import build_sampling_params, read_sample
 from rljob_trainer.engines.sglang_weights import compute_engine_checksum
 from rljob_trainer.errors import ConfigurationError, EngineDied
-from rljob_trainer.models.policy import TORCH_DTYPES
+from rljob_trainer.models.policy import TORCH_DTYPES, load_config
 from rljob_trainer.sync.buckets import Bucket
 
 START_SECONDS: Final = 900.0
@@ -87,12 +100,21 @@ class SGLangEngine:
             ConfigurationError: SGLang is missing or refuses an argument. EngineDied: a scheduler ended.
         """
         version = self.probe().version
-        change = plan_environment(version, settings, os.environ, os.sched_getaffinity(0))
+        change = plan_environment(
+            version,
+            settings,
+            os.environ,
+            os.sched_getaffinity(0),
+            has_ipv4_loopback=is_local_address("127.0.0.1"),
+        )
         for warning in change.warnings:
             log.warning("SGLang engine: %s", warning)
         for name in change.removed:
             del os.environ[name]
         os.environ.update(change.assigned)
+        if settings.rendezvous is not None and settings.host is not None and GLOO_VARIABLE not in os.environ:
+            # By itself gloo takes what the host name resolves to, which need not be where the other nodes look.
+            set_interface(find_interface(settings.host))
         if settings.device == "cpu":
             import torch.multiprocessing
 
@@ -100,7 +122,10 @@ class SGLangEngine:
             torch.multiprocessing.set_sharing_strategy("file_system")
         from sglang.srt.entrypoints.engine import Engine
         from sglang.srt.server_args import ServerArgs
+        from sglang.srt.utils.hf_transformers_utils import get_context_length
 
+        config = load_config(settings.model_source, settings.model_revision)
+        check_positions(settings.max_sequence_tokens, get_context_length(config.get_text_config()))
         arguments = build_arguments(
             settings,
             list_argument_names(ServerArgs),
@@ -148,6 +173,11 @@ class SGLangEngine:
                     request = open_requests.pop(future)
                     outputs = processes.wait(future, what=f"generate {request.uid}", timeout_seconds=CALL_SECONDS)
                     samples = [read_sample(output, request, stop_ids, params.max_tokens) for output in outputs]
+                    if not self._aborting.is_set() and any(
+                        sample.finish_reason is FinishReason.ABORT for sample in samples
+                    ):
+                        reasons = [output["meta_info"]["finish_reason"] for output in outputs]
+                        raise EngineDied(f"SGLang engine: gave up samples of {request.uid} by itself: {reasons}")
                     self._num_running -= request.num_samples
                     self._num_tokens_generated += sum(len(sample.token_ids) for sample in samples)
                     yield GeneratedGroup(request.uid, samples)

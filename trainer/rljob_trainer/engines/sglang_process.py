@@ -53,17 +53,25 @@ class EngineProcesses:
         self._thread = threading.Thread(target=self._run, name="sglang-engine", daemon=True)
         self._thread.start()
         try:
-            self.engine: Any = self._started.result(timeout=timeout_seconds)
+            self.engine: Any = self._wait_for_start(timeout_seconds)
+        except TrainerError:
+            # A start that failed half-way leaves schedulers that hold memory and wait for their peers.
+            end_processes(sorted(set(list_descendants(os.getpid())) - others))
+            raise
+        self._family = sorted(set(list_descendants(os.getpid())) - others)
+        pids = set(self.engine.get_all_child_pids())
+        self._watched = [(pid, started) for pid, started in self._family if pid in pids]
+        atexit.unregister(self.engine.shutdown)  # it kills all children of this process, whoever's they are
+
+    def _wait_for_start(self, timeout_seconds: float) -> Any:
+        try:
+            return self._started.result(timeout=timeout_seconds)
         except concurrent.futures.TimeoutError as error:
             if self._started.done():
                 raise
             raise EngineDied(
                 f"SGLang engine: not ready within {timeout_seconds:.0f} s\n{self._last_lines()}"
             ) from error
-        self._family = sorted(set(list_descendants(os.getpid())) - others)
-        pids = set(self.engine.get_all_child_pids())
-        self._watched = [(pid, started) for pid, started in self._family if pid in pids]
-        atexit.unregister(self.engine.shutdown)  # it kills all children of this process, whoever's they are
 
     def _run(self) -> None:
         try:

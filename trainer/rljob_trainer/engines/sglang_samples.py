@@ -39,7 +39,7 @@ def read_sample(
     """Checks that tokens and log-probabilities belong together before anybody trains on them.
 
     Raises:
-        EngineDied: they do not, or a log-probability is not finite.
+        EngineDied: they do not, a log-probability is not finite, or SGLang cut the response short of `max_tokens`.
     """
     meta = output["meta_info"]
     reason = FinishReason((meta["finish_reason"] or {}).get("type", "abort"))
@@ -50,6 +50,11 @@ def read_sample(
         length = min(len(token_ids), len(pairs))
         reason, length = judge_aborted(token_ids[:length], stop_ids, max_tokens)
         token_ids, pairs = token_ids[:length], pairs[:length]
+    if reason is FinishReason.LENGTH and len(token_ids) != max_tokens:
+        raise EngineDied(
+            f"SGLang engine: cut a sample of {request.uid} after {len(token_ids)} of {max_tokens} tokens; its context "
+            "or KV pool holds less than the longest prompt and response"
+        )
     if [token for _, token, *_ in pairs] != token_ids:
         raise EngineDied(
             f"SGLang engine: sample of {request.uid} has {len(token_ids)} tokens and log-probabilities of "
