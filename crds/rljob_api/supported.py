@@ -217,6 +217,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "Separate",
         lambda spec: spec.rollout.placement is Placement.SEPARATE,
         "use Colocated",
+        built=True,
     ),
     Feature("spec.rollout.overSample", "more than 1", lambda spec: spec.rollout.over_sample > 1, "use 1.0", built=True),
     *(
