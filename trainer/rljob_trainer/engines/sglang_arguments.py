@@ -80,6 +80,9 @@ def plan_environment(
         # torch's CUDA build brings NCCL, whose communicator SGLang would build for ranks without a GPU as well
         # ("Expected a cuda device, but got: cpu").
         assigned["SGLANG_NCCL_SO_PATH"] = NO_NCCL
+        # Small functions that SGLang compiles for speed on GPUs: on CPUs each costs a run of the C++ compiler at the
+        # first batches, in every scheduler, and gains nothing.
+        assigned["TORCHDYNAMO_DISABLE"] = "1"
         if settings.num_threads is not None:
             assigned["OMP_NUM_THREADS"] = str(settings.num_threads)
     removed: list[str] = []

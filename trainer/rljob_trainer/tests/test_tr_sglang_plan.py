@@ -69,10 +69,11 @@ def test_ranks_on_cpus_are_told_where_to_run():
     assert change.assigned["OMP_NUM_THREADS"] == "1"
 
 
-def test_ranks_on_cpus_do_without_nccl_and_ranks_on_gpus_keep_it():
-    assert plan_environment("0.5.23", CPU, {}, [0]).assigned["SGLANG_NCCL_SO_PATH"] == NO_NCCL
-    assigned = plan_environment("0.5.23", CUDA, {}, [0]).assigned
-    assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_NCCL_SO_PATH", "SGLANG_CPU_OMP_THREADS_BIND"} & set(assigned)
+def test_ranks_on_cpus_do_without_nccl_and_compiler_and_ranks_on_gpus_keep_them():
+    assigned = plan_environment("0.5.23", CPU, {}, [0]).assigned
+    assert (assigned["SGLANG_NCCL_SO_PATH"], assigned["TORCHDYNAMO_DISABLE"]) == (NO_NCCL, "1")
+    names = {"SGLANG_USE_CPU_ENGINE", "SGLANG_NCCL_SO_PATH", "SGLANG_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE"}
+    assert not names & set(plan_environment("0.5.23", CUDA, {}, [0]).assigned)
 
 
 def test_arguments_on_gpus():
