@@ -12,11 +12,15 @@ from torch._C._distributed_c10d import TCPStore
 
 from rljob_trainer.errors import TransientError
 
-NCCL_VARIABLES: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-"""For a rank whose collective is late. torch's default ends its process, and the healthy rank would be blamed for the
-one that hangs; 2 aborts the communicator, so that its next collective raises and says what it waited for. Before that,
-torch would tell all ranks to dump what they know, through the store in rank 0: where rank 0 hangs, it would hang too.
-"""
+NCCL_VARIABLES: Final = {
+    # torch's default ends the process of a rank whose collective is late, and the healthy rank would be blamed for the
+    # one that hangs. 2 aborts the communicator instead: its next collective raises and says what it waited for.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    # Before that torch would tell all ranks to dump what they know, through the store in rank 0 (where rank 0 hangs, it
+    # would hang too), and then wait for four times this long, by default a minute.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
+}
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,12 @@ def gather_buckets(
 
 
 def gather_tensors(policy: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor in `dtype`) of every parameter, one at a time. Collective: iterate to the end."""
+    """(Hugging Face name, full tensor in `dtype`) of every parameter, one at a time. Collective: iterate to the end.
+
+    Copies: FSDP frees what it gathered by resizing it, which NumPy's view of a tensor forbids for good.
+    """
     for name, tensor, _ in _iterate_tensors(policy):
-        yield name, tensor.to(dtype)
+        yield name, tensor.to(dtype, copy=True)
 
 
 def get_compute_device(policy: PolicyModel) -> torch.device:
