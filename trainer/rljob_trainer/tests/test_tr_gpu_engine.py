@@ -32,7 +32,7 @@ class TestSGLang(EngineConformance):
         "SGLang",
         lambda: create_adapter(Engine.SGLANG),
         architectures=tuple(ARCHITECTURES),
-        settings={"device": "cuda", "memory_fraction": 0.3, "engine_args": ENGINE_ARGS},
+        settings={"device": "cuda", "memory_fraction": 0.5, "engine_args": ENGINE_ARGS},
         dtype=DType.BFLOAT16,  # its kernels know no float32
         tolerance=0.05,
         model_options={"initializer_range": 0.1},  # small logits, which bfloat16 rounds by little

@@ -84,7 +84,7 @@ def test_both_sides_hold_the_same_bytes(architecture, num_gpus, num_ranks, tenso
         rollout={
             "engine": "SGLang",
             "placement": "Colocated" if num_gpus == num_ranks else "Separate",
-            "memory_fraction": 0.3,
+            "memory_fraction": 0.5,
             "tensor_parallel_size": tensor_parallel_size,
             "max_concurrent_samples": 64,
             "engine_args": ENGINE_ARGS,

@@ -48,7 +48,7 @@ def write_gpu_job(assets, run, cluster, sections, compile="Auto"):
     given = {name: dict(values) for name, values in sections.items()}
     rollout = {
         "engine": "SGLang",
-        "memory_fraction": 0.3,
+        "memory_fraction": 0.5,
         "max_concurrent_samples": 64,
         "samples_per_prompt": 8,
         "max_response_tokens": 24,
