@@ -24,7 +24,7 @@ class QuickstartRun:
     def test_the_quickstart_runs(self, tmp_path: Path) -> None:
         assets, run = tmp_path / "assets", tmp_path / "run"
         subprocess.run([sys.executable, "-m", "rljob_trainer.quickstart", str(assets)], check=True, timeout=300)
-        fields = {
+        fields: dict[str, object] = {
             "rollout.engine": self.engine,
             "model.source": assets / "model",
             "data.train": f"[{assets / 'train.jsonl'}]",
@@ -37,6 +37,9 @@ class QuickstartRun:
             "evaluation.maxPrompts": 16,
             "rollout.overSample": 1.25,
         }
+        if "RLJOB_TEST_RANKS" in os.environ:
+            # Each rank of the quickstart brings an engine of several processes: one is enough for two cores.
+            fields["cluster.ranksPerNode"] = os.environ["RLJOB_TEST_RANKS"]
         command = [str(Path(sys.executable).with_name("rljob")), "run", str(REPOSITORY / "examples/quickstart.yaml")]
         for path, value in fields.items():
             command += ["--set", f"{path}={value}"]
