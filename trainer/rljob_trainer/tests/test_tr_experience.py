@@ -220,7 +220,7 @@ def correct(log_ratios: list[list[float]], **document: Any) -> list[Any]:
         )
         for i, ratios in enumerate(log_ratios)
     ]
-    algorithm = Algorithm.model_validate({"rolloutCorrection": document})
+    algorithm = resolve_algorithm(Algorithm.model_validate({"rolloutCorrection": document}))
     rows = build_rows(samples, algorithm)
     apply_correction(rows, [np.float32(-2) + np.array(r, np.float32) for r in log_ratios], algorithm.rollout_correction)
     return rows
