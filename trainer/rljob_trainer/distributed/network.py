@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import os
+import random
 import socket
 import struct
 from collections.abc import Mapping
@@ -16,6 +18,12 @@ from rljob_trainer.errors import ConfigurationError
 SIOCGIFADDR: Final = 0x8915
 IPV6_TABLE: Final = Path("/proc/net/if_inet6")
 GLOO_VARIABLE: Final = "GLOO_SOCKET_IFNAME"
+OUTGOING_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Of both families."""
+FIRST_PORT: Final = 20_000
+LAST_PORT: Final = 30_000
+"""Above the ports of Ray's workers, below Kubernetes' node ports."""
+NUM_PORTS_TRIED: Final = 32
 
 
 def is_loopback(address: str) -> bool:
@@ -117,14 +125,34 @@ def set_interface(name: str) -> None:
 def find_free_port(host: str) -> int:
     """A port of `host` (bare, either family) that is free at this moment; who is told of it binds it a little later.
 
+    Below the range that the kernel takes for outgoing connections: an engine binds its port half a minute after it was
+    found, and on a busy node a connection would have taken it by then ("address already in use").
+
     Raises:
         OSError: `host` is no address of this node.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    candidates = range(FIRST_PORT, min(read_first_outgoing_port(), LAST_PORT))
+    for port in random.SystemRandom().sample(candidates, min(NUM_PORTS_TRIED, len(candidates))):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise
+            return port
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
+
+
+def read_first_outgoing_port() -> int:
+    """Where the kernel's range for outgoing connections begins (of this network namespace)."""
+    try:
+        return int(OUTGOING_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return LAST_PORT
 
 
 def is_local_address(address: str) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -35,6 +36,29 @@ def test_the_interface_of_an_ipv6_peer(monkeypatch):
     monkeypatch.setattr(network, "find_local_address", lambda _: "fd00:0:0::17")
     monkeypatch.setattr(network, "list_interface_addresses", lambda: {"lo": ["::1"], "eth0": ["fe80::1", "fd00::17"]})
     assert network.find_interface("fd00::18") == "eth0"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_free_port_is_none_that_an_outgoing_connection_takes(host):
+    ports = {network.find_free_port(host) for _ in range(20)}
+    assert len(ports) > 10
+    assert max(ports) < network.read_first_outgoing_port()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as taken:
+        taken.bind((host, ports.pop()))
+
+
+def test_where_the_kernel_takes_all_ports_one_of_them_is_free(monkeypatch, tmp_path):
+    table = tmp_path / "range"
+    table.write_text("1024\t65535\n")
+    monkeypatch.setattr(network, "OUTGOING_RANGE", table)
+    assert network.read_first_outgoing_port() == 1024
+    assert network.find_free_port("127.0.0.1") >= 1024
+
+
+def test_no_port_of_an_address_that_is_elsewhere():
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        network.find_free_port("192.0.2.77")
 
 
 def test_an_address_without_an_interface_lists_what_there_is(monkeypatch):

@@ -18,8 +18,8 @@ ENGINE_ARGS: Final[dict[str, Any]] = {
     "max_total_tokens": 8192,
     "cuda_graph_bs_decode": [1, 4, 16, 64],
 }
-"""Of SGLang: works in every build of it, starts fast, and leaves room for other tests on the same GPU (the pool is small,
-so that `memoryFraction` only says how much others may take while it starts)."""
+"""Of SGLang: works in every build of it, starts fast, and leaves room for other tests on the same GPU (the pool is
+small, so that `memoryFraction` only says how much others may take while it starts)."""
 SETTLE_SECONDS: Final = 240.0
 """For the driver to take back the memory of processes that have ended; and for tests that began beside this one."""
 SETTLE_BYTES: Final = 64 * 2**20
