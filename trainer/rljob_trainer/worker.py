@@ -22,7 +22,7 @@ from rljob_trainer.checkpoint.state import StatePart, StateWriter, gather_full_w
 from rljob_trainer.critic import CriticRank
 from rljob_trainer.distributed.location import ActorLocation, locate_this_actor
 from rljob_trainer.distributed.network import choose_interface, is_loopback, set_interface
-from rljob_trainer.distributed.process_group import Rendezvous, join_process_group, start_store
+from rljob_trainer.distributed.process_group import Rendezvous, check_collectives, join_process_group, start_store
 from rljob_trainer.errors import ConfigurationError, TrainerError
 from rljob_trainer.memory_plan import GIB, MemoryPlan, build_memory_request, plan_memory, read_model_shape
 from rljob_trainer.models.execution import decide_execution, prepare_model
@@ -229,12 +229,16 @@ class TrainWorker:
     def compute_values(self, micro_batches: list[list[TrainRow]]) -> list[list[FloatArray]]:
         """Values per row under the critic."""
         assert self._critic is not None, "setup_critic comes first"
-        return self._critic.compute_values(micro_batches)
+        values = self._critic.compute_values(micro_batches)
+        check_collectives(self._device, self._rank)
+        return values
 
     def update_critic(self, batch: MiniBatch) -> ValueMetrics:
         """One optimizer update of the critic."""
         assert self._critic is not None, "setup_critic comes first"
-        return self._critic.update(batch)
+        metrics = self._critic.update(batch)
+        check_collectives(self._device, self._rank)
+        return metrics
 
     def reset_optimizer(self) -> None:
         """Forget the moments of the warm start."""
@@ -242,7 +246,7 @@ class TrainWorker:
 
     def update(self, batch: MiniBatch) -> UpdateMetrics:
         """One optimizer update."""
-        return apply_update(
+        metrics = apply_update(
             self._policy,
             self._optimizer,
             batch,
@@ -252,6 +256,8 @@ class TrainWorker:
             device=self._device,
             on_micro_batch=self._note_progress,
         )
+        check_collectives(self._device, self._rank)
+        return metrics
 
     def compute_log_probs(
         self, micro_batches: list[list[TrainRow]], *, reference: bool, with_sum_pi_squared: bool = False
@@ -266,7 +272,7 @@ class TrainWorker:
     def _compute_log_probs(
         self, model: PolicyModel, micro_batches: list[list[TrainRow]], with_sum_pi_squared: bool
     ) -> list[list[FloatArray]]:
-        return compute_row_log_probs(
+        log_probs = compute_row_log_probs(
             model,
             micro_batches,
             temperature=self._loss.temperature,
@@ -274,6 +280,8 @@ class TrainWorker:
             on_micro_batch=self._note_progress,
             with_sum_pi_squared=with_sum_pi_squared,
         )
+        check_collectives(self._device, self._rank)
+        return log_probs
 
     def stream_weights(self, devices: Sequence[int], bucket_bytes: int | None = None) -> Iterator[Bucket]:
         """Buckets of the full policy in the engine's dtype, each once for every GPU in `devices` (indices of this

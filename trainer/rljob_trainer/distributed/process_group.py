@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import ErrorType, TCPStore
 
 from rljob_trainer.errors import TransientError
 
@@ -80,3 +81,21 @@ def join_process_group(
             f"rank {rank} of {world_size} could not meet the others at {rendezvous.host} port {rendezvous.port} within "
             f"{timeout_seconds:.0f} s: {error}"
         ) from error
+
+
+def check_collectives(device: torch.device, rank: int) -> None:
+    """After work on `device`: whether every collective of it was carried out. An aborted one raises nothing by itself:
+    what it should have filled is garbage, and only the next one fails.
+
+    Raises:
+        TransientError: one was aborted at its deadline.
+    """
+    get_error = getattr(_find_backend(device), "get_error", None)  # gloo has none: its collectives raise
+    if get_error is not None and get_error() == ErrorType.TIMEOUT:
+        raise TransientError(f"rank {rank}: collective operation timeout: another rank is late or hangs")
+
+
+def _find_backend(device: torch.device) -> Any:
+    group = dist.group.WORLD
+    assert group is not None, "join_process_group comes first"
+    return group._get_backend(device)

@@ -5,18 +5,20 @@ import signal
 import socket
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from rljob_api.contract import Layout
-from rljob_trainer.distributed import network
+from rljob_trainer.distributed import network, process_group
 from rljob_trainer.distributed.cluster import Cluster
 from rljob_trainer.distributed.location import ActorLocation
 from rljob_trainer.distributed.placement import NodeResources, choose_nodes, read_nodes
-from rljob_trainer.distributed.process_group import join_process_group, start_store
+from rljob_trainer.distributed.process_group import check_collectives, join_process_group, start_store
 from rljob_trainer.distributed.waiting import Actor, get_value, iterate_streams, wait_for_all
 from rljob_trainer.errors import ConfigurationError, DataError, EngineDied, StopRequested, TransientError
 
@@ -254,6 +256,16 @@ def test_a_rank_that_hangs_in_a_collective_is_blamed_not_the_one_that_waits_for_
         wait_for_all(references, timeout_seconds=300, what="update")
     assert caught.value.exit_code == 75
     del store
+
+
+def test_an_aborted_collective_is_told_at_the_end_of_the_work(one_rank, monkeypatch):
+    check_collectives(torch.device("cpu"), 0)
+    backend = SimpleNamespace(get_error=lambda: ErrorType.SUCCESS)
+    monkeypatch.setattr(process_group, "_find_backend", lambda device: backend)
+    check_collectives(torch.device("cuda", 0), 3)
+    backend.get_error = lambda: ErrorType.TIMEOUT
+    with pytest.raises(TransientError, match="rank 3: collective operation timeout"):
+        check_collectives(torch.device("cuda", 0), 3)
 
 
 @pytest.mark.ray
