@@ -55,9 +55,13 @@ class RunningOperator:
 
 
 class Killer:
-    """Ends an operator right after its n-th effect on the outside: nothing that follows in the program happens."""
+    """Ends an operator right after one of its effects on the outside: nothing that follows in the program happens."""
 
-    def __init__(self, kill_at: int | None = None) -> None:
+    def __init__(self, kill_at: tuple[str, int] | None = None) -> None:
+        """
+        Args:
+            kill_at: name of the effect, and which of those of its name (from 1).
+        """
         self._kill_at = kill_at
         self.points: list[str] = []
         """Names of the effects so far."""
@@ -68,7 +72,7 @@ class Killer:
         if self.killed.is_set():
             await asyncio.Event().wait()
         self.points.append(point)
-        if self._kill_at is not None and len(self.points) == self._kill_at:
+        if self._kill_at == (point, self.points.count(point)):
             self.killed.set()
             await asyncio.Event().wait()  # a dead process never comes back from here
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from rljob_trainer.models.sharding import CHECKPOINT_WRAPPER_PART
 STATE_DIRECTORY: Final = "state"
 WRITE_TIMEOUT_SECONDS: Final = 3600.0
 """For the slowest rank's files."""
+FULL_BYTES: Final = 2**20
+"""Storage with less than this free is full."""
 
 
 @dataclass(frozen=True)
@@ -169,14 +172,20 @@ def _storage_errors(path: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
-        full = any(_is_disk_full(failure[0]) for failure in error.failures.values())
+        full = any(_is_disk_full(path, failure[0]) for failure in error.failures.values())
         raise CheckpointError(_describe(path, causes, full)) from error
     except (OSError, RuntimeError, KeyError, ValueError) as error:
-        raise CheckpointError(_describe(path, repr(error), _is_disk_full(error))) from error
+        raise CheckpointError(_describe(path, repr(error), _is_disk_full(path, error))) from error
 
 
-def _is_disk_full(error: BaseException) -> bool:
-    return (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or "No space left" in str(error)
+def _is_disk_full(path: Path, error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if "No space left" in str(error):
+        return True
+    # torch's archive writer may say no more than that it is not where it should be: "unexpected pos 704 vs 598".
+    existing = next(candidate for candidate in (path, *path.parents) if candidate.exists())
+    return "unexpected pos" in str(error) and shutil.disk_usage(existing).free < FULL_BYTES
 
 
 def _describe(path: Path, causes: str, full: bool) -> str:
