@@ -11,7 +11,7 @@ case $engine in
   native) environment=.venv suite=Native ;;
   vllm) environment=$(requirements/engines/build.sh vllm-0.32-cpu) suite=VLLM ;;
   vllm-*) environment=$(requirements/engines/build.sh "$engine") suite=VLLM ;;
-  sglang-*) environment=$(requirements/engines/build.sh "$engine") suite=SGLang own=(trainer/rljob_trainer/tests/test_tr_sglang.py) ;;
+  sglang-*) environment=$(requirements/engines/build.sh "$engine") suite=SGLang own=(trainer/rljob_trainer/tests/test_tr_sglang{,_tp}.py) ;;
   *) echo "$0: unknown engine $engine; use native, vllm, or a lock of requirements/engines" >&2; exit 2 ;;
 esac
 echo "=== $engine in $environment"

@@ -8,6 +8,7 @@ prefix cache then still shares what an earlier batch computed.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -46,7 +47,7 @@ from rljob_trainer.engines.sglang_arguments import (
     plan_environment,
 )
 from rljob_trainer.engines.sglang_buckets import LOAD_FORMAT, serialize_buckets
-from rljob_trainer.engines.sglang_process import POLL_SECONDS, EngineProcesses
+from rljob_trainer.engines.sglang_process import POLL_SECONDS, EngineProcesses, without_detokenizer
 from rljob_trainer.engines.sglang_samples import build_sampling_params, read_sample
 from rljob_trainer.engines.sglang_weights import compute_engine_checksum
 from rljob_trainer.errors import ConfigurationError, EngineDied
@@ -138,7 +139,8 @@ class SGLangEngine:
             read_parameter_shapes(settings.model_source, settings.model_revision),
             TORCH_DTYPES[DType(settings.dtype)],
         )
-        self._processes = EngineProcesses(lambda: Engine(**arguments), timeout_seconds=START_SECONDS)
+        build = functools.partial(without_detokenizer(Engine), **arguments)
+        self._processes = EngineProcesses(build, timeout_seconds=START_SECONDS)
 
     def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> Iterator[GeneratedGroup]:
         """Groups as they finish. All are handed over at once: SGLang keeps `max_running_requests` busy."""

@@ -31,6 +31,19 @@ END_SECONDS: Final = 2.0
 SIG_IGN: Final = 1
 
 
+def without_detokenizer(engine_class: type) -> type:
+    """`Engine` that starts no detokenizer.
+
+    With `skip_tokenizer_init` the schedulers send token ids straight to the caller (0.5.16 and 0.5.23,
+    `scheduler_components/ipc_channels.py`), and a process that imports all of SGLang would wait for nothing.
+    """
+
+    def launch_none(cls: type, *arguments: Any, **keywords: Any) -> tuple[list[Any], list[str]]:
+        return [], []
+
+    return type("TokenEngine", (engine_class,), {"_launch_detokenizer_subprocesses": classmethod(launch_none)})
+
+
 class EngineProcesses:
     """One running `sglang.srt.entrypoints.engine.Engine`."""
 
@@ -132,7 +145,7 @@ class EngineProcesses:
         dead = [pid for pid, started in self._watched if read_start_time(pid) != started]
         if dead:
             time.sleep(LAST_WORDS_SECONDS)  # what it printed may still be in the pipe
-            raise EngineDied(f"SGLang engine: process {dead[0]} ended\n{self._last_lines()}")
+            raise EngineDied(f"SGLang engine: process {', '.join(map(str, dead))} ended\n{self._last_lines()}")
 
     def stop(self) -> None:
         """Kill this engine's processes, and only those. Returns when they are gone.
