@@ -40,7 +40,7 @@ def run_node(node: Node) -> None:
     dist.init_process_group(
         "gloo", init_method=f"tcp://[{node.host}]:{node.outer_port}", rank=node.rank, world_size=2, timeout=TIMEOUT
     )
-    from rljob_trainer.engines.child_guard import list_descendants
+    from rljob_trainer.engines.child_guard import list_descendants, read_start_time
     from rljob_trainer.engines.contract import EngineSettings
     from rljob_trainer.engines.sglang import SGLangEngine
 
@@ -63,11 +63,12 @@ def run_node(node: Node) -> None:
             num_threads=1,
         )
     )
+    family = list_descendants(os.getpid())
     try:
         report = live_and_die(node, engine)
     finally:
         engine.stop()  # else its processes keep this one from ending
-    report["num_left"] = len(list_descendants(os.getpid()))
+    report["num_left"] = sum(read_start_time(pid) == started for pid, started in family)
     Path(node.directory, f"node-{node.rank}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
