@@ -112,19 +112,14 @@ def check_events(events, steps):
 
 
 def test_an_engine_that_dies_beside_the_training_ends_the_run(ray, assets, tmp_path):
-    """With all that a rollout can consist of: several rounds of prompts, and greedy responses beside the sampled."""
     address, ray_pid = ray
-    algorithm = {"type": "ReMax", "dynamic_sampling": {"enabled": True, "max_refills": 1}}
-    environment = write_job(assets, tmp_path / "run", **SECTIONS, algorithm=algorithm) | address
+    environment = write_job(assets, tmp_path / "run", **SECTIONS) | address
     result, events = run_witnessed(environment, tmp_path / "run.log", tmp_path / "run.events", 74, "kill-engine")
     assert result.verdict.reason == "EngineDied"
     assert "engine 0" in result.verdict.message
     kinds = [tuple(event[:2]) for event in events]
     assert ("update ended", 2) in kinds, "the step that was training is finished first"
     assert ("update begins", 3) not in kinds
-    steps = [row for row in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward_mean" in row]
-    assert [(row["step"], row["staleness_steps"]) for row in steps] == [(1, 0), (2, 1)]
-    assert all(row["num_baseline_samples"] >= 4 and "num_refills" in row for row in steps)
     deadline = time.monotonic() + GONE_SECONDS
     while left := list_actors(ray_pid):
         assert time.monotonic() < deadline, f"left behind: {left}"
