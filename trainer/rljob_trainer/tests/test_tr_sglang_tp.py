@@ -31,7 +31,8 @@ from tr_tiny import save_tiny_model  # noqa: E402
 
 from rljob_trainer.engines.child_guard import list_descendants, read_start_time  # noqa: E402
 from rljob_trainer.errors import EngineDied  # noqa: E402
-from rljob_trainer.models.policy import load_causal_lm  # noqa: E402
+from rljob_trainer.models.packed_batch import pack_sequences  # noqa: E402
+from rljob_trainer.models.policy import PolicyModel, load_causal_lm  # noqa: E402
 from rljob_trainer.sync.buckets import combine_checksums, compute_tensor_checksum  # noqa: E402
 
 pytest.importorskip("sglang", reason="SGLang is not installed here (requirements/engines/build.sh sglang-0.5.23)")
@@ -63,9 +64,10 @@ def test_two_ranks_in_one_node_hold_generate_and_die_as_one(model: str, tmp_path
     from rljob_trainer.engines.sglang import SGLangEngine
 
     other = save_model(tmp_path / "other", initializer_range=0.4)
+    others = list_descendants(os.getpid())  # of earlier tests
     engine = SGLangEngine()
     engine.start(make_settings(model, tensor_parallel_size=2, host="::1"))
-    family = list_descendants(os.getpid())
+    family = set(list_descendants(os.getpid())).difference(others)
     try:
         for version, source in enumerate((model, other)):
             weights = read_weights(source)
@@ -112,7 +114,7 @@ def check_two_nodes(reports: list[dict[str, Any]], model: str) -> None:
     """Both weight versions agree with the model, and the death of node 1's scheduler is told on both nodes."""
     first, second = reports
     assert first["version"] == 1
-    policy = load_causal_lm(model)
+    policy = PolicyModel(load_causal_lm(model))
     for key, scale, version in (("before", 1.0, 0), ("after", 1.5, 1)):
         with torch.no_grad():
             for parameter in policy.parameters():
@@ -126,11 +128,10 @@ def check_two_nodes(reports: list[dict[str, Any]], model: str) -> None:
         assert report["num_left"] == 0
 
 
-def compute_log_probs(policy: Any, prompt_ids: list[int], token_ids: list[int]) -> list[float]:
+def compute_log_probs(policy: PolicyModel, prompt_ids: list[int], token_ids: list[int]) -> list[float]:
     with torch.no_grad():
-        logits_TV = policy(torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1].float()
-    log_probs_T = torch.log_softmax(logits_TV, -1).gather(1, torch.tensor(token_ids).unsqueeze(1)).squeeze(1)
-    return [float(value) for value in log_probs_T]
+        log_probs, _ = policy(pack_sequences([prompt_ids], [token_ids], torch.device("cpu")), temperature=1.0)
+    return [float(value) for value in log_probs]
 
 
 def test_two_nodes_meet_over_ipv6_agree_with_the_model_and_notice_a_death(model: str, tmp_path: Path) -> None:
