@@ -17,6 +17,9 @@ from typing import Final
 
 _FAREWELL: Final = b"."
 END_SECONDS: Final = 5.0
+SHARED_PROCESSES: Final = (b"resource_tracker", b"torch_shm_manager")
+"""Python's resource tracker and torch's manager of shared memory: started for an engine or before it, they serve this
+process as much as the engine, and end with it. Without the manager no further tensor can be shared (broken pipe)."""
 
 
 def list_descendants(pid: int) -> list[tuple[int, int]]:
@@ -29,8 +32,7 @@ def list_descendants(pid: int) -> list[tuple[int, int]]:
             continue  # that thread has ended
         for child in children:
             started = read_start_time(child)
-            # Python's resource tracker serves us as much as the engine, ignores SIGTERM, and ends with its parent.
-            if started is not None and b"resource_tracker" not in _read_command_line(child):
+            if started is not None and not any(name in _read_command_line(child) for name in SHARED_PROCESSES):
                 found.append((child, started))
             found.extend(list_descendants(child))
     return found
