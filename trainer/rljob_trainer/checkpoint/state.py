@@ -181,11 +181,11 @@ def _storage_errors(path: Path) -> Iterator[None]:
 def _is_disk_full(path: Path, error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if "No space left" in str(error):
-        return True
     # torch's archive writer may say no more than that it is not where it should be: "unexpected pos 704 vs 598".
+    if "unexpected pos" not in str(error):
+        return "No space left" in str(error)
     existing = next(candidate for candidate in (path, *path.parents) if candidate.exists())
-    return "unexpected pos" in str(error) and shutil.disk_usage(existing).free < FULL_BYTES
+    return shutil.disk_usage(existing).free < FULL_BYTES
 
 
 def _describe(path: Path, causes: str, full: bool) -> str:

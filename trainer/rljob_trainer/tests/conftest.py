@@ -37,3 +37,20 @@ def one_rank():
     )
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    """Model, prompts and a reward function for whole runs."""
+    from tr_run import make_assets
+
+    return make_assets(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory):
+    """A Ray that the runs of a file share: their environment, and the process that all its actors descend from."""
+    from tr_run import shared_ray
+
+    with shared_ray(tmp_path_factory.mktemp("ray")) as started:
+        yield started

@@ -6,14 +6,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from test_tr_gpu_runs import ONE_GPU, TWO_GPUS, write_gpu_job
 from tr_gpu import list_gpu_pids, needs_gpus, read_used_bytes, wait_until_freed
-from tr_run import finish, make_assets, start, wait_for_line
+from tr_run import find_processes, finish, start, wait_for_line
 
-from rljob_trainer.engines.child_guard import list_descendants, read_start_time
+from rljob_trainer.engines.child_guard import read_start_time
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, *needs_gpus(1, "sglang")]
 
@@ -27,30 +26,12 @@ LONG_ROLLOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    return make_assets(tmp_path_factory.mktemp("assets"))
-
-
 @pytest.fixture
 def clean_gpus():
     """The GPUs are afterwards what they were before."""
     pids, used = list_gpu_pids(), read_used_bytes()
     yield
     wait_until_freed(used, pids)
-
-
-def find_processes(ancestor: int, name: str) -> list[int]:
-    """Descendants of `ancestor` whose command line begins with `name`, oldest first."""
-    found = []
-    for pid, started in list_descendants(ancestor):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if command.startswith(name):
-            found.append((started, pid))
-    return [pid for _, pid in sorted(found)]
 
 
 @pytest.mark.usefixtures("clean_gpus")

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from tr_gpu import ENGINE_ARGS, needs_gpus
-from tr_run import finish, make_assets, read_lines, read_weights, start, write_job
+from tr_run import finish, read_lines, read_weights, start, write_job
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, *needs_gpus(1, "sglang")]
 
@@ -36,11 +36,6 @@ RUNS_ON_TWO_GPUS = {
         "training": {"offload": {"parameters": True, "optimizer": True}},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    return make_assets(tmp_path_factory.mktemp("assets"))
 
 
 def write_gpu_job(assets, run, cluster, sections, compile="Auto"):

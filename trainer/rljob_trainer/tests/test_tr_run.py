@@ -7,7 +7,6 @@ import torch
 from tr_run import (
     TOTAL_STEPS,
     finish,
-    make_assets,
     read_lines,
     read_weights,
     shared_ray,
@@ -20,11 +19,6 @@ from rljob_api.contract import TrainerState
 
 TRACKING = {"tensorboard": True}
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    return make_assets(tmp_path_factory.mktemp("assets"))
 
 
 @pytest.fixture(scope="module")

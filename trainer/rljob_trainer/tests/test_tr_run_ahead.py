@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tr_run import finish, make_assets, read_lines, shared_ray, write_job
+from tr_run import find_processes, finish, read_lines, write_job
 
 from rljob_trainer.config import load_job
 from rljob_trainer.inputs import load_inputs
@@ -23,19 +23,8 @@ SECTIONS = {
     "cluster": {"ranks_per_node": 1},
 }
 WITNESS = Path(__file__).with_name("tr_witness.py")
-ACTORS = (b"TrainWorker", b"EngineActor")
+ACTORS = ("ray::TrainWorker", "ray::EngineActor")
 GONE_SECONDS = 60.0
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    return make_assets(tmp_path_factory.mktemp("assets"))
-
-
-@pytest.fixture(scope="module")
-def ray(tmp_path_factory):
-    with shared_ray(tmp_path_factory.mktemp("ray")) as started:
-        yield started
 
 
 def run_witnessed(environment, log, events, expected_code, action=""):
@@ -121,30 +110,6 @@ def test_an_engine_that_dies_beside_the_training_ends_the_run(ray, assets, tmp_p
     assert ("update ended", 2) in kinds, "the step that was training is finished first"
     assert ("update begins", 3) not in kinds
     deadline = time.monotonic() + GONE_SECONDS
-    while left := list_actors(ray_pid):
+    while left := find_processes(ray_pid, *ACTORS):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.2)
-
-
-def list_actors(ancestor):
-    """(pid, command) of ranks and engines below the shared Ray."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if not entry.name.isdigit():
-                continue
-            command = (entry / "cmdline").read_bytes()
-            if any(name in command for name in ACTORS) and is_descendant(int(entry.name), ancestor):
-                found.append((entry.name, command.decode(errors="replace")))
-        except OSError:
-            continue  # it has just ended
-    return found
-
-
-def is_descendant(pid, ancestor):
-    while pid > 1:
-        if pid == ancestor:
-            return True
-        status = Path(f"/proc/{pid}/status").read_text()
-        pid = int(next(line for line in status.splitlines() if line.startswith("PPid:")).split()[1])
-    return False

@@ -4,17 +4,12 @@ import shutil
 
 import pytest
 import torch
-from tr_run import finish, make_assets, read_lines, read_weights, shared_ray, start, write_job
+from tr_run import finish, read_lines, read_weights, shared_ray, start, write_job
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ONE_RANK = {"ranks_per_node": 1}
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    return make_assets(tmp_path_factory.mktemp("assets"))
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from tr_job import build_job
 from tr_tiny import save_byte_model
 
 from rljob_api.contract import Result, find_result
+from rljob_trainer.engines.child_guard import list_descendants
 from rljob_trainer.models.policy import load_causal_lm
 
 REWARD = """
@@ -166,3 +167,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     """Parameters of a Hugging Face directory."""
     return dict(load_causal_lm(str(directory)).named_parameters())
+
+
+def find_processes(ancestor: int, *names: str) -> list[int]:
+    """Descendants of `ancestor` whose command line begins with one of `names`, oldest first."""
+    found: list[tuple[int, int]] = []
+    for pid, started in list_descendants(ancestor):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if command.startswith(names):
+            found.append((started, pid))
+    return [pid for _, pid in sorted(found)]
