@@ -296,6 +296,7 @@ class TrainWorker:
         ):
             self._note_progress()
             yield bucket
+        check_collectives(self._device, self._rank)
 
     def _choose_bucket_bytes(self) -> int:
         if not self._use_gpu:

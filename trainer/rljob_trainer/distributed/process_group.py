@@ -84,12 +84,14 @@ def join_process_group(
 
 
 def check_collectives(device: torch.device, rank: int) -> None:
-    """After work on `device`: whether every collective of it was carried out. An aborted one raises nothing by itself:
-    what it should have filled is garbage, and only the next one fails.
+    """After work on `device`: wait for its end, and whether every collective of it was carried out. An aborted one
+    raises nothing by itself: what it should have filled is garbage, and only the next one fails.
 
     Raises:
         TransientError: one was aborted at its deadline.
     """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     get_error = getattr(_find_backend(device), "get_error", None)  # gloo has none: its collectives raise
     if get_error is not None and get_error() == ErrorType.TIMEOUT:
         raise TransientError(f"rank {rank}: collective operation timeout: another rank is late or hangs")

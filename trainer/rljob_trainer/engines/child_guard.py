@@ -8,15 +8,19 @@ farewell means that the actor is gone.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
 _FAREWELL: Final = b"."
 END_SECONDS: Final = 5.0
+KILLED_SECONDS: Final = 30.0
+"""For the driver to free the memory of a GPU while its process ends."""
 SHARED_PROCESSES: Final = (b"resource_tracker", b"torch_shm_manager")
 """Python's resource tracker and torch's manager of shared memory: started for an engine or before it, they serve this
 process as much as the engine, and end with it. Without the manager no further tensor can be shared (broken pipe)."""
@@ -40,11 +44,17 @@ def list_descendants(pid: int) -> list[tuple[int, int]]:
 
 def read_start_time(pid: int) -> int | None:
     """Clock ticks after boot at which the process started; None when it is gone or a zombie."""
+    state, started = _read_state(pid)
+    return None if state in "ZX" else started
+
+
+def _read_state(pid: int) -> tuple[str, int | None]:
+    """The letter of its first thread, X when it is gone, and when it started."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+        return "X", None
+    return fields[0], int(fields[19])
 
 
 def _read_command_line(pid: int) -> bytes:
@@ -55,20 +65,51 @@ def _read_command_line(pid: int) -> bytes:
 
 
 def end_processes(processes: list[tuple[int, int]], timeout_seconds: float = END_SECONDS) -> list[int]:
-    """SIGTERM, then SIGKILL after the time; returns the pids that had to be killed."""
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        alive = [pid for pid, started in processes if read_start_time(pid) == started]
-        for pid in alive:
-            try:
-                os.kill(pid, signal_number)
-            except ProcessLookupError:
-                continue
-        if signal_number is signal.SIGKILL:
-            return alive
-        deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline and any(read_start_time(pid) == started for pid, started in processes):
-            time.sleep(0.05)
-    return []
+    """SIGTERM, then SIGKILL after the time; returns the pids that had to be killed, when all have ended.
+
+    A process has ended when its last thread has: the first one can be gone (a zombie) while another still holds memory
+    of a GPU.
+    """
+    with ExitStack() as stack:
+        running = {}
+        for pid, started in processes:
+            handle = _open_handle(pid, started)
+            if handle is not None:
+                stack.callback(os.close, handle)
+                running[handle] = pid
+        running = _signal_and_wait(running, signal.SIGTERM, timeout_seconds)
+        killed = sorted(running.values())
+        running = _signal_and_wait(running, signal.SIGKILL, KILLED_SECONDS)
+        for pid in running.values():
+            print(f"process {pid} still runs {KILLED_SECONDS:.0f} s after SIGKILL", file=sys.stderr, flush=True)
+        return killed
+
+
+def _open_handle(pid: int, started: int) -> int | None:
+    """A pidfd: names this very process, and is readable once all of its threads have ended."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    if _read_state(pid)[1] == started:
+        return handle
+    os.close(handle)
+    return None
+
+
+def _signal_and_wait(handles: dict[int, int], signal_number: int, timeout_seconds: float) -> dict[int, int]:
+    """Of pid by pidfd, those that still run after the time."""
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal_number)
+    running, deadline = dict(handles), time.monotonic() + timeout_seconds
+    while running and (left := deadline - time.monotonic()) > 0:
+        for handle, _ in poll.poll(1000 * left):
+            poll.unregister(handle)
+            del running[handle]
+    return running
 
 
 class ChildGuard:

@@ -262,10 +262,10 @@ def test_an_aborted_collective_is_told_at_the_end_of_the_work(one_rank, monkeypa
     check_collectives(torch.device("cpu"), 0)
     backend = SimpleNamespace(get_error=lambda: ErrorType.SUCCESS)
     monkeypatch.setattr(process_group, "_find_backend", lambda device: backend)
-    check_collectives(torch.device("cuda", 0), 3)
+    check_collectives(torch.device("cpu"), 3)
     backend.get_error = lambda: ErrorType.TIMEOUT
     with pytest.raises(TransientError, match="rank 3: collective operation timeout"):
-        check_collectives(torch.device("cuda", 0), 3)
+        check_collectives(torch.device("cpu"), 3)
 
 
 @pytest.mark.ray
