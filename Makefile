@@ -76,9 +76,14 @@ tools: venv ## Fetch or build what the tests need: kubectl, helm, Prometheus, et
 PYTEST_WORKERS ?= 3
 
 .PHONY: test
-test: tools ## All tests except end-to-end, learning and engine tests (PYTEST_WORKERS processes)
+test: tools ## Unit tests, and integration tests on a real API server (PYTEST_WORKERS processes)
 	KUBEBUILDER_ASSETS="$(ENVTEST_ASSETS)" \
-	  $(BIN)/pytest -q -m "not e2e and not learning and not engines" --numprocesses $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
+	  $(BIN)/pytest -q -m "not runs and not learning and not engines and not e2e" --numprocesses $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
+
+.PHONY: test-runs
+test-runs: tools ## Whole training runs: stopped, resumed, killed, ahead of the training, watched by a Prometheus
+	KUBEBUILDER_ASSETS="$(ENVTEST_ASSETS)" \
+	  $(BIN)/pytest -q -m runs --numprocesses 2 --dist loadfile --durations=0
 
 ENGINES ?= native vllm
 
@@ -88,7 +93,7 @@ test-engines: venv ## Conformance of real engines, each in its own environment (
 
 .PHONY: test-unit
 test-unit: venv ## Only tests that need no program beside Python
-	$(BIN)/pytest -q -m "not e2e and not integration and not ray and not slow and not learning and not engines"
+	$(BIN)/pytest -q -m "not integration and not ray and not slow and not runs and not learning and not engines and not e2e"
 
 .PHONY: test-numerics
 test-numerics: venv ## Golden vectors, worked values and invariances of the algorithms (RLJOB_SHARED_DIR)

@@ -11,7 +11,7 @@ import pytest_asyncio
 from argocd import judge_health
 from kstatus import compute_status
 
-from rljob_operator.testing.envtest import Envtest, bare_envtest, envtest  # noqa: F401 - fixtures
+from rljob_operator.testing.envtest import Envtest, envtest  # noqa: F401 - fixture
 from rljob_operator.testing.fake_ray import Script
 from rljob_operator.testing.world import World, open_world
 

@@ -29,10 +29,10 @@ import pytest_asyncio
 import yaml
 from chart_tools import CHART, REPOSITORY, substitute_variables
 
-from rljob_operator.testing.envtest import Envtest, bare_envtest, envtest  # noqa: F401 - fixtures
+from rljob_operator.testing.envtest import Envtest, envtest  # noqa: F401 - fixture
 from rljob_operator.testing.world import World, open_world
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]
 
 START_SECONDS = 60
 RUN_SECONDS = 480

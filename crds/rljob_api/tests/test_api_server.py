@@ -19,7 +19,7 @@ from rljob_api.load import load_documents, parse_job
 from rljob_api.rules import check_job
 from rljob_api.testing import make_document
 from rljob_api.v1alpha1 import RLJobSpec
-from rljob_operator.testing.envtest import Envtest, bare_envtest, envtest  # noqa: F401 - fixtures
+from rljob_operator.testing.envtest import Envtest, envtest  # noqa: F401 - fixture
 
 pytestmark = pytest.mark.integration
 

@@ -5,6 +5,7 @@ There are no controllers: nothing collects garbage, creates pods or schedules (`
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
@@ -19,8 +20,9 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import pytest
 import yaml
@@ -230,32 +232,43 @@ def apply_crd(environment: Envtest, path: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def bare_envtest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Envtest]:
-    """A bare API server for the session. Skips with the reason when a binary is missing; fails when CI=true."""
-    try:
-        environment = start_envtest(tmp_path_factory.mktemp("envtest"))
-    except EnvtestUnavailableError as error:
-        _skip_or_fail(str(error))
-    yield environment
-    environment.stop()
+def bare_envtest() -> Envtest:
+    """An API server without our CRDs. Skips with the reason when a binary is missing; fails when CI=true."""
+    return _share(with_crds=False)
 
 
 @pytest.fixture(scope="session")
-def envtest(bare_envtest: Envtest) -> Envtest:
-    """The session's API server with the CRDs of this project and of KubeRay."""
+def envtest() -> Envtest:
+    """An API server with the CRDs of this project and of KubeRay; else as `bare_envtest`."""
+    return _share(with_crds=True)
+
+
+def _share(*, with_crds: bool) -> Envtest:
     try:
-        for path in (find_rljob_crd(), find_kuberay_crd()):
-            apply_crd(bare_envtest, path)
+        return _start_shared(with_crds=with_crds)
     except EnvtestUnavailableError as error:
         _skip_or_fail(str(error))
-    return bare_envtest
+
+
+@cache
+def _start_shared(*, with_crds: bool) -> Envtest:
+    """One of each kind per process. pytest takes a fixture that several files import for several fixtures, and a server
+    costs 20 CPU seconds to start and some of them all the time."""
+    directory = tempfile.TemporaryDirectory(prefix="rljob-envtest-")
+    atexit.register(directory.cleanup)
+    environment = start_envtest(Path(directory.name))
+    atexit.register(environment.stop)
+    if with_crds:
+        for path in (find_rljob_crd(), find_kuberay_crd()):
+            apply_crd(environment, path)
+    return environment
 
 
 def _describe_reference(reference: dict[str, Any]) -> str:
     return "/".join(filter(None, (reference["resource"], reference.get("subresource"))))
 
 
-def _skip_or_fail(reason: str) -> None:
+def _skip_or_fail(reason: str) -> NoReturn:
     # A skip nobody reads would pass for a green run on the machine that gates merges.
     if os.environ.get("CI", "").lower() == "true":
         pytest.fail(reason, pytrace=False)

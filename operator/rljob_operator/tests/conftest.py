@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest_asyncio
 
-from rljob_operator.testing.envtest import Envtest, bare_envtest, envtest  # noqa: F401 - fixtures
+from rljob_operator.testing.envtest import Envtest, envtest  # noqa: F401 - fixture
 
 if TYPE_CHECKING:
     from rljob_operator.testing.world import World

@@ -18,7 +18,7 @@ from tr_run import (
 from rljob_api.contract import TrainerState
 
 TRACKING = {"tensorboard": True}
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.runs, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tr_run import find_processes, finish, read_lines, write_job
 from rljob_trainer.config import load_job
 from rljob_trainer.inputs import load_inputs
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]
 
 NUM_STEPS = 5
 SECTIONS = {

@@ -6,7 +6,7 @@ import signal
 import pytest
 from tr_run import find_processes, finish, start, wait_for_line, write_job
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]
 
 
 def test_a_killed_engine_is_reported_with_its_exit_code(ray, assets, tmp_path):

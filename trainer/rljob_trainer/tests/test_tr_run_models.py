@@ -7,7 +7,7 @@ import torch
 from tr_run import finish, read_lines, read_weights, shared_ray, start, write_job
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.runs, pytest.mark.timeout(1500)]
 
 ONE_RANK = {"ranks_per_node": 1}
 
