@@ -29,23 +29,23 @@ def choose_resume_point(
 ) -> ResumePoint | None:
     """The newest complete checkpoint of the run, else `resumeFromPath`, else None.
 
-    The driver decides for all ranks. `report` is told which newer directories were skipped, and why.
+    The driver decides for all ranks. `report` is told which newer directories were skipped, and why. `resume: Never`
+    is about the job's first attempt: a later one (a retry, or after a suspension) finds what the job itself saved.
 
     Raises:
-        CheckpointError: Never with checkpoints present, Required without one, nothing at or above the floor, or an
-            unusable `resumeFromPath`.
+        CheckpointError: Never with checkpoints present before the first attempt, Required without one, nothing at or
+            above the floor, or an unusable `resumeFromPath`.
     """
     spec = job.spec.checkpoint
     directory = Path(job.paths.run_directory)
     newest = files.find_newest(directory, report, on_file)
-    if spec.resume is Resume.NEVER:
-        if newest is not None:
+    if newest is not None:
+        if spec.resume is Resume.NEVER and job.attempt == 1:
             raise CheckpointError(
                 f"spec.checkpoint.resume: Never, but {directory} holds a checkpoint of step {newest.step}; use "
                 "resume: Auto to "
                 "continue from it, or another spec.checkpoint.storage.path to start anew"
             )
-    elif newest is not None:
         if newest.step < job.resume_floor_step:
             raise CheckpointError(
                 f"the newest complete checkpoint in {directory} is of step {newest.step}, below the floor of step "

@@ -138,7 +138,7 @@ class CheckpointSaver:
             records=[record for records in per_rank for record in records],
         )
         self._on_published(checkpoint)
-        files.prune(self._directory, self._keep_last)
+        files.prune(self._directory, self._keep_last, checkpoint.step)
 
     def _wait_for(self, references: list[Any], timeout_seconds: float) -> list[Any]:
         assert self._pending is not None

@@ -166,8 +166,8 @@ class Checkpoint(ApiModel):
     storage: CheckpointStorage = CheckpointStorage()
     """Where they live."""
     resume: Resume = Resume.AUTO
-    """Auto: from the newest complete checkpoint, else from the start. Never: refuse to find one. Required: fail
-    without one."""
+    """Auto: from the newest complete checkpoint, else from the start. Never: the first attempt refuses to find one,
+    later attempts resume. Required: fail without one."""
     resume_from_path: Path | None = None
     """Start from this checkpoint directory of another run (weights and optimizer)."""
     adopt: bool = False

@@ -248,35 +248,44 @@ def discard(temporary: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def prune(directory: Path, keep_last: int) -> list[int]:
-    """Delete all but the newest `keep_last` complete checkpoints found on disk; returns the steps deleted.
+def prune(directory: Path, keep_last: int, published_step: int) -> list[int]:
+    """Delete all but the newest `keep_last` complete checkpoints up to `published_step`; returns the steps deleted.
 
-    Older directories without a manifest are what a deletion that was cut short left behind; they go as well.
+    The checkpoint just published is always kept. A run starts from the newest undamaged checkpoint, so directories of
+    later steps are what it skipped, and reported, as incomplete or damaged: they are deleted, since one whose files
+    still have the recorded sizes would count as complete and cost a good one its place. Older directories without a
+    manifest are what a deletion that was cut short left behind; they go as well.
 
     Raises:
         CheckpointError: they cannot be deleted.
     """
     try:
-        return _prune(directory, keep_last)
+        return _prune(directory, keep_last, published_step)
     except OSError as error:
         raise CheckpointError(
             f"{directory}: checkpoints beyond spec.checkpoint.keepLast: {keep_last} cannot be deleted: {error}"
         ) from error
 
 
-def _prune(directory: Path, keep_last: int) -> list[int]:
-    found = list_step_directories(directory)
-    complete = [path for path in found if isinstance(read_checkpoint(path), Checkpoint)]
+def _prune(directory: Path, keep_last: int, published_step: int) -> list[int]:
+    found = [(_parse_step(path), path) for path in list_step_directories(directory)]
+    complete = [step for step, path in found if isinstance(read_checkpoint(path), Checkpoint)]
+    kept = [step for step in complete if step <= published_step][:keep_last]
     deleted: list[int] = []
-    for path in found[found.index(complete[0]) :] if complete else []:
-        if not (path / MANIFEST_FILE).exists():
-            shutil.rmtree(path)
-    for path in complete[keep_last:]:
+    for step, path in found:
+        is_skipped, is_remains = step > published_step, not (path / MANIFEST_FILE).exists()
+        if not (is_skipped or is_remains or (step in complete and step not in kept)):
+            continue
         # Manifest first: a deletion cut short must not look like a checkpoint.
-        (path / MANIFEST_FILE).unlink()
+        (path / MANIFEST_FILE).unlink(missing_ok=True)
         shutil.rmtree(path)
-        deleted.append(int(path.name.removeprefix("step-")))
+        if not is_remains:
+            deleted.append(step)
     return deleted
+
+
+def _parse_step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def read_trainer_state(checkpoint: Checkpoint) -> dict[str, Any]:

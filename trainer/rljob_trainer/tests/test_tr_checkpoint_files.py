@@ -134,8 +134,22 @@ def test_retention_counts_complete_checkpoints_on_disk(tmp_path):
     for step in (10, 20, 30, 40):
         save(tmp_path, step)
     damage_no_manifest(tmp_path / "step-40")
-    assert files.prune(tmp_path, 2) == [10]
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-20", "step-30", "step-40"]
+    assert files.prune(tmp_path, 2, 30) == [10]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-20", "step-30"]
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_retention_keeps_what_was_just_published_instead_of_a_newer_damaged_one(tmp_path, keep_last):
+    damage_flip(save(tmp_path, 20).path)
+    step, reasons = newest(tmp_path)
+    assert step is None  # so the run starts anew
+    assert len(reasons) == 1
+    assert "step-20" in reasons[0]
+    for published in (3, 5):
+        save(tmp_path, published)
+        files.prune(tmp_path, keep_last, published)
+    assert newest(tmp_path) == (5, [])
+    assert len(files.list_step_directories(tmp_path)) == keep_last
 
 
 def test_publishing_replaces_an_incomplete_directory_of_the_same_step(tmp_path):
@@ -162,8 +176,9 @@ def test_a_directory_that_cannot_be_made_is_a_typed_failure(tmp_path):
         files.claim_run_directory(tmp_path / "file" / "run", uid="u", name="j", namespace="n", adopt=False)
 
 
-def resume(make_job, directory, *, floor=0, **checkpoint) -> tuple[int | None, bool | None]:
+def resume(make_job, directory, *, floor=0, attempt=1, **checkpoint) -> tuple[int | None, bool | None]:
     job: ResolvedJob = make_job(run_directory=str(directory), floor=floor, checkpoint=checkpoint)
+    job = job.model_copy(update={"attempt": attempt})
     point = choose_resume_point(job, lambda _: None)
     return (None, None) if point is None else (point.checkpoint.step, point.is_own)
 
@@ -189,6 +204,15 @@ def test_resume_never_refuses_to_overwrite(tmp_path, make_job):
     save(tmp_path, 20)
     with pytest.raises(CheckpointError, match=r"Never, but .* step 20"):
         resume(make_job, tmp_path, resume="Never")
+
+
+def test_resume_never_lets_a_retry_continue_from_the_jobs_own_checkpoint(tmp_path, make_job):
+    assert resume(make_job, tmp_path, resume="Never", attempt=2) == (None, None)  # attempt 1 had saved nothing
+    save(tmp_path, 20)
+    assert resume(make_job, tmp_path, resume="Never", attempt=2) == (20, True)
+    assert resume(make_job, tmp_path, resume="Never", attempt=2, floor=20) == (20, True)
+    with pytest.raises(CheckpointError, match="below the floor of step 40"):
+        resume(make_job, tmp_path, resume="Never", attempt=3, floor=40)
 
 
 def test_resume_required_refuses_to_start_anew(tmp_path, make_job):
@@ -229,7 +253,7 @@ def save_until(directory: str, num_effects: int) -> None:
     ):
         setattr(owner, name, dying(getattr(owner, name)))
     save(Path(directory), 40, b"newer weights")
-    files.prune(Path(directory), 2)
+    files.prune(Path(directory), 2, 40)
     os._exit(0)
 
 
@@ -250,7 +274,7 @@ def test_a_kill_before_any_effect_of_a_save_never_breaks_a_resume(tmp_path):
         assert (directory / "latest").read_text() in ("step-20\n", "step-40\n")
         found.append(step)
         save(directory, 60)  # the next attempt's save works, and clears what was left
-        files.prune(directory, 2)
+        files.prune(directory, 2, 60)
         assert newest(directory) == (60, [])
         assert not list(directory.glob("*.tmp"))
         assert len(files.list_step_directories(directory)) == 2  # nor remains of a deletion
