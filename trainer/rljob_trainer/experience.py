@@ -183,6 +183,7 @@ def fill_advantages(
             greedy_rewards_B=None
             if greedy_rewards is None
             else torch.tensor([greedy_rewards[sample.row.uid] for sample in samples], dtype=torch.float64),
+            num_tokens_B=torch.tensor([len(sample.token_ids) for sample in samples]),
         )
     for index, row in enumerate(rows):
         row.advantages = advantages_BT[index, : len(row.response_ids)].numpy().copy()
@@ -207,7 +208,8 @@ def _compute_penalties(
 def _list_components(
     samples: Sequence[ScoredSample], weights: Mapping[str, float], penalties_B: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards by function (K, B), NaN where there is none, and weights (K,); the overlong penalty is one component."""
+    """Rewards by function (K, B), NaN where there is none, and weights (K,); the overlong penalty is one component. A
+    sample without a reward has none of them, the penalty included."""
     missing = float("nan")
 
     def read(sample: ScoredSample, name: str) -> float:
@@ -217,7 +219,8 @@ def _list_components(
     components = [torch.tensor([read(sample, name) for sample in samples], dtype=torch.float64) for name in weights]
     factors = list(weights.values())
     if penalties_B is not None:
-        components.append(penalties_B)
+        has_reward_B = torch.tensor([sample.result.reward is not None for sample in samples], dtype=torch.bool)
+        components.append(torch.where(has_reward_B, penalties_B, missing))
         factors.append(1.0)
     return torch.stack(components), torch.tensor(factors, dtype=torch.float64)
 

@@ -29,6 +29,7 @@ def compute_advantages(
     gamma: float = 1.0,
     token_rewards_BT: Tensor | None = None,
     greedy_rewards_B: Tensor | None = None,
+    num_tokens_B: Tensor | None = None,
 ) -> Tensor:
     """Advantages (B, T) float32, zero outside the mask and on excluded rows.
 
@@ -41,8 +42,10 @@ def compute_advantages(
         normalize_by_std: divide group advantages by the group's standard deviation (GRPO, GRPOPassK).
         gamma: discount per token (ReinforcePlusPlus).
         token_rewards_BT: rewards per token, for example with a KL penalty; default: the outcome reward on the last
-            trainable token.
+            trainable token. A row without trainable tokens has no room for them, and keeps `rewards_B`.
         greedy_rewards_B: reward of the greedy response to the same prompt (ReMax).
+        num_tokens_B: length of each response, trainable or not, which weighs its reward (OPO); default: the number of
+            trainable tokens.
 
     Raises:
         ValueError: the estimator needs an input that is missing.
@@ -59,7 +62,8 @@ def compute_advantages(
         return whiten(compute_discounted_returns(tokens_BT, trainable_BT, gamma), trainable_BT)
 
     if token_rewards_BT is not None:
-        rewards_B = torch.where(valid_B, token_rewards_BT.nan_to_num().double().sum(dim=1), rewards_B.double())
+        has_tokens_B = valid_B & mask_BT.any(dim=1)
+        rewards_B = torch.where(has_tokens_B, token_rewards_BT.nan_to_num().double().sum(dim=1), rewards_B.double())
     groups = compute_group_statistics(rewards_B, group_ids_B)
     if estimator is AdvantageEstimator.GRPO:
         row_B = compute_grpo(groups, normalize_by_std)
@@ -68,7 +72,7 @@ def compute_advantages(
     elif estimator is AdvantageEstimator.RLOO:
         row_B = compute_rloo(groups)
     elif estimator is AdvantageEstimator.OPO:
-        row_B = compute_opo(groups, num_tokens_B=mask_BT.sum(dim=1))
+        row_B = compute_opo(groups, num_tokens_B=mask_BT.sum(dim=1) if num_tokens_B is None else num_tokens_B)
     elif estimator is AdvantageEstimator.GPG:
         row_B = compute_gpg(groups)
     elif estimator is AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE:

@@ -104,6 +104,49 @@ def test_an_empty_response_writes_its_reward_nowhere():
     assert placed.tolist() == [[0, 0, 0], [0, 1, 0]]
 
 
+@pytest.mark.parametrize("as_tokens", [False, True], ids=["outcome", "token rewards"])
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_a_masked_row_counts_in_its_group_with_its_own_reward(estimator, as_tokens):
+    """Row 1 was truncated or rejected: it trains nothing, but it was an answer to the prompt, and not one of reward 0.
+
+    A KL reward with coefficient 0 (`as_tokens`) changes nothing.
+    """
+    rewards, groups = torch.tensor([0.25, 1.0, 0.5, -0.5, 0.75, 0.25]), torch.tensor([0, 0, 0, 0, 1, 1])
+    whole = torch.ones(6, 3, dtype=torch.bool)
+    masked = whole.clone()
+    masked[1] = False
+    found, expected = (
+        compute_advantages(
+            estimator,
+            rewards_B=rewards,
+            group_ids_B=groups,
+            mask_BT=mask,
+            token_rewards_BT=place_outcome_rewards(rewards, mask) if as_tokens and mask is masked else None,
+            num_tokens_B=torch.full((6,), 3),
+        )
+        for mask in (masked, whole)
+    )
+    assert not found[1].any()
+    if estimator is AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE:
+        centered = rewards - torch.tensor([0.3125] * 4 + [0.5] * 2)
+        expected = whiten(torch.where(masked, centered[:, None], 0.0), masked)
+    else:
+        assert expected[1].any(), "the masked row is the best of its group"
+    torch.testing.assert_close(found[[0, 2, 3, 4, 5]], expected[[0, 2, 3, 4, 5]], rtol=1e-6, atol=1e-7)
+
+
+def test_opo_weighs_a_masked_row_by_the_length_of_its_response():
+    rewards, mask = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([[1, 0], [1, 0], [0, 0]]).bool()
+    found = compute_advantages(
+        AdvantageEstimator.OPO,
+        rewards_B=rewards,
+        group_ids_B=torch.zeros(3, dtype=torch.long),
+        mask_BT=mask,
+        num_tokens_B=torch.tensor([1, 1, 6]),
+    )
+    assert found[:, 0].tolist() == [0.75, 0.75, 0.0]
+
+
 def test_remax_and_unknown_estimators_say_what_is_missing():
     with pytest.raises(ValueError, match="greedy_rewards_B"):
         estimate(AdvantageEstimator.REMAX, [1, 0])

@@ -201,6 +201,47 @@ def test_gdpo_leaves_out_a_sample_without_a_reward():
     assert rows[0].advantages[0] == pytest.approx(-rows[1].advantages[0])
 
 
+def test_the_overlong_penalty_of_a_sample_without_a_reward_is_nobodys_baseline():
+    lengths, rewards = [2, 9, 10], [1.0, 0.0, None]
+    samples = [
+        make_sample("p", i, reward=reward, scores={"a": reward, "b": 0.0}, token_ids=[3] * length)
+        for i, (length, reward) in enumerate(zip(lengths, rewards, strict=True))
+    ]
+    penalty = {"overlongPenalty": {"bufferTokens": 4, "factor": 2.0}, "normalizeByStd": False}
+    with_third, _ = shape(samples, advantageEstimator="GDPO", **penalty)
+    without, _ = shape(samples[:2], advantageEstimator="GDPO", **penalty)
+    for row, expected in zip(with_third, without, strict=False):
+        assert row.advantages.tolist() == pytest.approx(expected.advantages.tolist())
+
+
+@pytest.mark.parametrize("estimator", ["GRPO", "GRPOPassK", "RLOO", "OPO", "GPG", "ReinforcePlusPlusBaseline"])
+def test_a_kl_reward_of_coefficient_0_changes_nothing_for_masked_responses(estimator):
+    """A truncated and a rejected response have no token to carry their reward; both still count in the baseline."""
+    samples = [
+        make_sample("p", 0, reward=1.5),
+        make_sample("p", 1, reward=1.0, token_ids=[3] * 5, finish_reason=FinishReason.LENGTH),
+        make_sample("p", 2, reward=0.5),
+        make_sample("p", 3, reward=-2.0, token_ids=[3, 4]),
+    ]
+    found = []
+    for placement in ("None", "Reward"):
+        algorithm = resolve_algorithm(
+            Algorithm.model_validate(
+                {"advantageEstimator": estimator, "maskTruncated": True, "kl": {"placement": placement}}
+            )
+        )
+        rows = build_rows(samples, algorithm)
+        rows[3].kept = np.zeros(2, dtype=np.bool_)
+        for row in rows:
+            row.reference_log_probs = np.full(len(row.response_ids), -2.5, dtype=np.float32)
+        log_probs = [np.full(len(row.response_ids), -2.0, dtype=np.float32) for row in rows]
+        fill_advantages(rows, samples, algorithm, kl_coefficient=0.0, policy_log_probs=log_probs)
+        found.append([row.advantages.tolist() for row in rows])
+    assert found[0] == found[1]
+    assert any(found[0][0] + found[0][2])
+    assert not any(found[0][1] + found[0][3])
+
+
 def test_truncated_responses_can_be_left_out():
     samples = [
         make_sample("p", 0, reward=1.0),
