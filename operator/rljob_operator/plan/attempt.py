@@ -67,7 +67,7 @@ def end_attempt(draft: Draft, attempt: AttemptStatus, ending: Ending) -> None:
     attempt.outcome = ending.outcome.value
     attempt.reason = ending.reason.value if ending.reason is not None else None
     attempt.message = clip_evidence(ending.message)
-    _account_time(draft, attempt, ending)
+    _account_time(draft, attempt, ending, has_reported=report is not None or draft.was_running)
     draft.set(ConditionType.RUNNING, "False", ending.reason or ending.outcome, ending.message)
     if ending.is_cluster_lost:
         release_cluster(draft, ending.message)
@@ -200,7 +200,7 @@ def _note_running(draft: Draft, attempt: AttemptStatus) -> None:
             draft.record(EventType.NORMAL, "Running", message)
 
 
-def _account_time(draft: Draft, attempt: AttemptStatus, ending: Ending) -> None:
+def _account_time(draft: Draft, attempt: AttemptStatus, ending: Ending, *, has_reported: bool) -> None:
     """Running time and goodput: GPU time whose steps are in the result or in the newest checkpoint is useful."""
     if attempt.start_time is None:
         return
@@ -210,7 +210,11 @@ def _account_time(draft: Draft, attempt: AttemptStatus, ending: Ending) -> None:
     num_gpus = spec.cluster.nodes * spec.cluster.gpus_per_node if spec is not None else 0
     if num_gpus == 0:
         return
-    kept = 1.0 if ending.outcome == Outcome.SUCCEEDED else _compute_kept_share(draft, attempt)
+    if ending.outcome == Outcome.SUCCEEDED:
+        kept = 1.0
+    else:
+        # One that was never heard of did nothing: progress and checkpoint in the status are its predecessors'.
+        kept = _compute_kept_share(draft, attempt) if has_reported else 0.0
     goodput = draft.status.goodput or GoodputStatus()
     goodput.gpu_seconds += num_gpus * seconds
     goodput.useful_gpu_seconds += num_gpus * seconds * kept
