@@ -215,23 +215,27 @@ def test_the_operator_cannot_write_a_spec(render: Render) -> None:
     assert grants(render(), "rljob.io", "rljobs") == {"get", "list", "watch", "delete"}
 
 
-def parse_operator_settings(objects: list[dict[str, Any]], tmp_path: Path) -> Any:
-    """The operator's own reading of the rendered arguments."""
+def parse_operator_settings(objects: list[dict[str, Any]], tmp_path: Path, pod_ips: str = "fd00::1") -> Any:
+    """The operator's own reading of the rendered arguments and environment, in a pod with these addresses."""
     settings = pytest.importorskip("rljob_operator.settings")
     catalogue = tmp_path / "catalogue.yaml"
     catalogue.write_text(one(objects, "ConfigMap", "rljob-catalogue")["data"]["catalogue.yaml"])
-    arguments = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
+    container = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
     arguments = [
         argument.replace("$(POD_NAMESPACE)", "rljob-system").replace("/etc/rljob/catalogue.yaml", str(catalogue))
-        for argument in arguments
+        for argument in container["args"]
     ]
-    environment = {
-        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
-        "POD_NAMESPACE": "rljob-system",
-        "POD_NAME": "rljob-0",
-        "POD_IP": "fd00::1",
+    fields = {
+        "metadata.namespace": "rljob-system",
+        "metadata.name": "rljob-0",
+        "status.podIP": pod_ips.split(",")[0],
+        "status.podIPs": pod_ips,
     }
-    return settings.parse_settings(arguments, environment)
+    environment = {
+        entry["name"]: entry["value"] if "value" in entry else fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+        for entry in container["env"]
+    }
+    return settings.parse_settings(arguments, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", **environment})
 
 
 @every_values_file
@@ -243,7 +247,7 @@ def test_the_operator_understands_its_arguments(render: Render, values_file: Pat
     assert ports == {"metrics": settings.metrics_port, "health": settings.health_port}
     assert settings.lease_namespace == "rljob-system"
     assert (settings.lease_times.lease_seconds, settings.lease_times.renew_deadline_seconds) == (15, 10)
-    assert settings.ip_family.value == "IPv6", "from POD_IP"
+    assert settings.ip_family.value == "IPv6", "from POD_IPS"
     assert settings.catalogue == DEFAULT_CATALOGUE
     options = settings.render_options
     assert options.operator_namespace == "rljob-system"
@@ -255,6 +259,27 @@ def test_the_operator_understands_its_arguments(render: Render, values_file: Pat
 def test_job_network_policies_can_be_switched_off(render: Render, tmp_path: Path) -> None:
     objects = render("--set", "jobs.networkPolicy=false")
     assert parse_operator_settings(objects, tmp_path).render_options.network_policy is False
+
+
+def test_the_operator_knows_both_families_of_dual_stack_pods(render: Render, tmp_path: Path) -> None:
+    settings = parse_operator_settings(render(), tmp_path, pod_ips="10.0.0.1,fd00::1")
+    assert settings.ip_family.value == "IPv4"
+    assert [family.value for family in settings.render_options.pod_ip_families] == ["IPv4", "IPv6"]
+    assert not settings.render_options.uses_pod_proxy
+    proxied = parse_operator_settings(render("--set", "clusterAccess=Proxy"), tmp_path)
+    assert proxied.render_options.uses_pod_proxy
+
+
+@pytest.mark.parametrize("bound", ["minimum", "maximum"])
+def test_the_operator_takes_the_lease_times_at_the_bounds_of_the_schema(
+    render: Render, tmp_path: Path, bound: str
+) -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["lease"]["properties"]
+    arguments = [f"--set=lease.{name}={field[bound]}" for name, field in schema.items()]
+    times = parse_operator_settings(render(*arguments), tmp_path).lease_times
+    assert [times.lease_seconds, times.renew_deadline_seconds, times.retry_seconds] == [
+        schema[name][bound] for name in ("durationSeconds", "renewDeadlineSeconds", "retrySeconds")
+    ]
 
 
 def test_proxy_access_alone_may_proxy(render: Render) -> None:

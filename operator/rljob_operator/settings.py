@@ -71,6 +71,8 @@ def parse_settings(argv: Sequence[str], environment: Mapping[str, str] = os.envi
         parser.error("say what to watch: --all-namespaces, or --namespace NAME (repeatable)")
     if arguments.kubeconfig is None and "KUBERNETES_SERVICE_HOST" not in environment:
         parser.error("not in a pod: give --kubeconfig FILE or set KUBECONFIG")
+    cluster_access = ClusterAccess(arguments.cluster_access)
+    pod_ip_families = _parse_pod_ip_families(environment)
     catalogue = DEFAULT_CATALOGUE
     if arguments.catalogue is not None:
         try:
@@ -87,9 +89,9 @@ def parse_settings(argv: Sequence[str], environment: Mapping[str, str] = os.envi
         lease_times=_parse_lease_times(parser, arguments),
         # Two containers of one pod, or two processes of one host, must not take each other for themselves.
         identity=f"{environment.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4().hex[:8]}",
-        cluster_access=ClusterAccess(arguments.cluster_access),
+        cluster_access=cluster_access,
         cluster_domain=arguments.cluster_domain,
-        ip_family=_detect_ip_family(IPFamily(arguments.ip_family), environment),
+        ip_family=_detect_ip_family(IPFamily(arguments.ip_family), pod_ip_families, environment),
         catalogue=catalogue,
         render_options=RenderOptions(
             network_policy=not arguments.no_network_policy,
@@ -99,6 +101,8 @@ def parse_settings(argv: Sequence[str], environment: Mapping[str, str] = os.envi
             monitoring_namespace_labels=_parse_labels(
                 parser, "--monitoring-namespace-labels", arguments.monitoring_namespace_labels
             ),
+            pod_ip_families=pod_ip_families,
+            uses_pod_proxy=cluster_access is ClusterAccess.PROXY,
         ),
         reconcile_concurrency=arguments.reconcile_concurrency,
         api_requests_per_second=arguments.api_requests_per_second,
@@ -175,8 +179,18 @@ def _parse_labels(parser: argparse.ArgumentParser, flag: str, text: str) -> dict
     return labels
 
 
-def _detect_ip_family(family: IPFamily, environment: Mapping[str, str]) -> IPFamily:
-    """Job pods live in the same network as the operator's pod. Outside a pod IPv4 is assumed."""
+def _parse_pod_ip_families(environment: Mapping[str, str]) -> tuple[IPFamily, ...]:
+    """Job pods live in the same network as the operator's pod, whose addresses POD_IPS lists, the primary one first."""
+    addresses = filter(None, environment.get("POD_IPS", "").split(","))
+    return tuple(dict.fromkeys(_get_family(address) for address in addresses))
+
+
+def _detect_ip_family(family: IPFamily, known: tuple[IPFamily, ...], environment: Mapping[str, str]) -> IPFamily:
+    """The primary family of the operator's pod, where none is given. Outside a pod IPv4 is assumed."""
     if family is not IPFamily.AUTO:
         return family
-    return IPFamily.IPV6 if ":" in environment.get("POD_IP", "") else IPFamily.IPV4
+    return known[0] if known else _get_family(environment.get("POD_IP", ""))
+
+
+def _get_family(address: str) -> IPFamily:
+    return IPFamily.IPV6 if ":" in address else IPFamily.IPV4

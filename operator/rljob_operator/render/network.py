@@ -6,11 +6,14 @@ interface names belong to the node image, not to the job (`eth0` on one, `ens5` 
 
 from __future__ import annotations
 
+from typing import Any
+
 from rljob_api.contract import ResolvedJob
 from rljob_api.findings import Finding
 from rljob_api.v1alpha1 import Engine, IPFamily
 from rljob_operator.render.types import RenderOptions, make_error
 
+AGENT_HEALTH_PATH = "/api/healthz"
 _ENGINE_HOST_IP = {Engine.SGLANG: "SGLANG_HOST_IP", Engine.VLLM: "VLLM_HOST_IP"}
 
 
@@ -70,6 +73,22 @@ def build_head_service(ip_family: IPFamily, options: RenderOptions) -> dict[str,
     }
 
 
+def build_agent_check(port: int, ip_family: IPFamily, options: RenderOptions) -> dict[str, Any]:
+    """What the probes ask: Ray's agent, which listens on the node address only (`http_server_agent.py`, Ray 2.60).
+
+    The kubelet sends HTTP probes to the pod's primary address; with the secondary family it runs the request in the
+    container instead. bash is there (KubeRay starts Ray with it), wget and curl are not in slim images.
+    """
+    if not is_secondary_family(ip_family, options):
+        return {"httpGet": {"path": AGENT_HEALTH_PATH, "port": port}}
+    address = compute_node_ip_expression(ip_family, options)
+    script = (
+        f"exec 3<>/dev/tcp/{address}/{port} && printf 'GET {AGENT_HEALTH_PATH} HTTP/1.0\\r\\n\\r\\n' >&3"
+        ' && read -r _ status _ <&3 && test "$status" = 200'
+    )
+    return {"exec": {"command": ["bash", "-c", script]}}
+
+
 def check_ip_family(resolved: ResolvedJob, options: RenderOptions) -> list[Finding]:
     """Refuses a family that the cluster's pods do not have: nothing would ever connect."""
     if resolved.ip_family is IPFamily.AUTO:
@@ -88,6 +107,17 @@ def check_ip_family(resolved: ResolvedJob, options: RenderOptions) -> list[Findi
                 "spec.network.ipFamily",
                 f"{resolved.ip_family} is asked for, but pods of this cluster only get {available} addresses; "
                 f"a value that works: {options.pod_ip_families[0]}",
+            )
+        ]
+    if options.uses_pod_proxy and is_secondary_family(resolved.ip_family, options):
+        primary = options.pod_ip_families[0]
+        return [
+            make_error(
+                "IPFamilyUnavailable",
+                "spec.network.ipFamily",
+                f"{resolved.ip_family} is asked for, but the operator reaches jobs through the API server's pod proxy "
+                f"(clusterAccess: Proxy), which only knows the primary addresses of pods, {primary} in this cluster; a "
+                f"value that works: {primary}, or install the operator with clusterAccess: Direct",
             )
         ]
     return []

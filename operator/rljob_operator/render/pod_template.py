@@ -18,9 +18,16 @@ from rljob_operator.render.names import (
     compute_auth_secret_name,
     compute_config_map_name,
 )
+from rljob_operator.render.network import build_agent_check
 from rljob_operator.render.network_policy import RAY_METRICS_PORT
 from rljob_operator.render.resources import build_resources, check_gpu_resources, compute_shared_memory_bytes
-from rljob_operator.render.template_rules import check_merged_template, check_patch, drop_unusable_metadata
+from rljob_operator.render.template_rules import (
+    check_merged_template,
+    check_patch,
+    drop_unusable_metadata,
+    restore_metadata,
+    restore_volumes,
+)
 from rljob_operator.render.types import RenderOptions
 from rljob_operator.render.volumes import build_volumes
 
@@ -54,12 +61,13 @@ def build_pod_template(
             return PodTemplate(base, findings)
         patch, dropped = drop_unusable_metadata(patch, base["metadata"]["labels"], path)
         template, merged = merge_mapping(template, patch, path)
-        findings += dropped + merged
+        findings += dropped + merged + restore_metadata(template, base, path)
 
     template_path = f"spec.cluster.{role_field if role_patch else 'podTemplate'}"
     findings += check_merged_template(template, base, template_path)
     if _has_errors(findings):
         return PodTemplate(template, findings)
+    findings += restore_volumes(template, base, template_path)
     container = template["spec"]["containers"][0]
     container_path = f"{template_path}.spec.containers[{RAY_CONTAINER}]"
     container["env"], environment_findings = enforce_environment(
@@ -124,9 +132,9 @@ def _build_ray_container(
         "ports": _build_ports(resolved, role),
         "resources": build_resources(resolved, role),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "readinessProbe": _build_probe(failure_threshold=12),
+        "readinessProbe": _build_probe(resolved, options, failure_threshold=12),
         # A busy node answers late: only ten minutes of silence restart the attempt.
-        "livenessProbe": _build_probe(failure_threshold=120),
+        "livenessProbe": _build_probe(resolved, options, failure_threshold=120),
         "volumeMounts": mounts,
     }
     if cluster.env_from:
@@ -160,10 +168,10 @@ def _build_ports(resolved: ResolvedJob, role: str) -> list[dict[str, Any]]:
     return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
 
 
-def _build_probe(failure_threshold: int) -> dict[str, Any]:
+def _build_probe(resolved: ResolvedJob, options: RenderOptions, failure_threshold: int) -> dict[str, Any]:
     # Explicit: KubeRay chooses by the version string and falls back to wget, which slim images do not have.
     return {
-        "httpGet": {"path": "/api/healthz", "port": AGENT_PORT},
+        **build_agent_check(AGENT_PORT, resolved.ip_family, options),
         "initialDelaySeconds": 5,
         "periodSeconds": 5,
         "timeoutSeconds": 5,

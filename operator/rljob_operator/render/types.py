@@ -47,6 +47,8 @@ class RenderOptions:
     """Labels of namespaces whose pods may scrape metrics. Empty: no such rule."""
     pod_ip_families: tuple[IPFamily, ...] = ()
     """Families of pod addresses in this cluster, primary first. Empty: unknown, the job's is taken as primary."""
+    uses_pod_proxy: bool = False
+    """The operator reaches heads through the API server's pod proxy, which only knows a pod's primary address."""
 
 
 class RenderError(ValueError):

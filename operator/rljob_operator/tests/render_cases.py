@@ -3,6 +3,7 @@
 import copy
 import functools
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ OPTIONS = RenderOptions(
     operator_pod_labels={"app.kubernetes.io/name": "rljob"},
     monitoring_namespace_labels={"kubernetes.io/metadata.name": "monitoring"},
 )
+CASE_OPTIONS = {
+    "ipv6-secondary-vllm": replace(OPTIONS, pod_ip_families=(IPFamily.IPV4, IPFamily.IPV6)),
+}
+"""Cases of other installations."""
 KUBERAY_CRD = "ray.io_rayclusters.yaml"
 KUBERAY_MODULE = "pkg/mod/github.com/ray-project/kuberay/ray-operator@v1.6.2/config/crd/bases"
 
@@ -55,8 +60,16 @@ def resolve(job: RLJob) -> ResolvedJob:
 def render_case(name: str) -> list[dict[str, Any]]:
     resolved = resolve_case(name)
     return render_cluster_objects(
-        resolved, owner=OwnerRef(resolved.name, resolved.uid), cluster_generation=3, auth_token="token", options=OPTIONS
+        resolved,
+        owner=OwnerRef(resolved.name, resolved.uid),
+        cluster_generation=3,
+        auth_token="token",
+        options=get_options(name),
     )
+
+
+def get_options(name: str) -> RenderOptions:
+    return CASE_OPTIONS.get(name, OPTIONS)
 
 
 def make_resolved(**overrides: dict[str, Any]) -> ResolvedJob:

@@ -219,6 +219,21 @@ def test_flags_of_the_chart():
     assert settings.render_options.operator_namespace == "rljob-system"
 
 
+@pytest.mark.parametrize(
+    ("pod_ips", "want_families", "want_family"),
+    [
+        ("10.0.0.1,fd00::1", (IPFamily.IPV4, IPFamily.IPV6), IPFamily.IPV4),
+        ("fd00::1,10.0.0.1", (IPFamily.IPV6, IPFamily.IPV4), IPFamily.IPV6),
+        ("fd00::1", (IPFamily.IPV6,), IPFamily.IPV6),
+        ("", (), IPFamily.IPV4),
+    ],
+)
+def test_families_of_the_pod_network_come_from_the_operators_own_pod(pod_ips, want_families, want_family):
+    settings = parse_settings(["--all-namespaces"], {**IN_POD, "POD_IPS": pod_ips})
+    assert settings.render_options.pod_ip_families == want_families
+    assert settings.ip_family is want_family
+
+
 def test_environment_stands_in_for_flags_and_flags_win():
     environment = {**IN_POD, "RLJOB_ALL_NAMESPACES": "true", "RLJOB_METRICS_PORT": "9100", "RLJOB_IP_FAMILY": "IPv6"}
     settings = parse_settings(["--metrics-port=9200"], environment)

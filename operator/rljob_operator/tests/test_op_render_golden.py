@@ -10,7 +10,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from render_cases import find_kuberay_crd, load_case, make_strict_validator, render_case, resolve_case
+from render_cases import find_kuberay_crd, get_options, load_case, make_strict_validator, render_case, resolve_case
 
 from rljob_api.contract import ResolvedJob
 from rljob_api.findings import Severity
@@ -36,7 +36,7 @@ def dump_golden(name: str) -> str:
     documents = [
         *objects,
         {"submission": render_submission(resolved, attempt=2, submission_id="uid-2", resume_floor_step=40)},
-        {"findings": [finding.format() for finding in collect_findings(resolved)]},
+        {"findings": [finding.format() for finding in collect_findings(resolved, get_options(name))]},
     ]
     return format_documents(documents)
 
@@ -57,6 +57,7 @@ def test_all_required_cases_are_there():
         "one-node-tp2-sglang-0516",
         "two-nodes-tp16-sglang",
         "ipv6-sglang",
+        "ipv6-secondary-vllm",
         "separate-sglang",
         "sglang-0505",
         "sglang-0523",

@@ -1,13 +1,16 @@
 """Address family and interfaces, and the NetworkPolicy."""
 
+import socket
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from render_cases import OPTIONS, UID, make_resolved
 
 from rljob_api.v1alpha1 import IPFamily
 from rljob_operator.render import OwnerRef, RenderError, RenderOptions, collect_findings, render_cluster_objects
-from rljob_operator.render.network import compute_node_ip_expression
+from rljob_operator.render.network import build_agent_check, compute_node_ip_expression
 from rljob_operator.render.network_policy import build_network_policy
 
 OWNER = OwnerRef("job", UID)
@@ -44,6 +47,52 @@ def test_secondary_family_of_dual_stack_pods():
     assert head["headService"]["spec"]["clusterIP"] == "None"
     # $(POD_IP) would be the IPv4 address.
     assert "SGLANG_HOST_IP" not in get_env(worker)
+    for group in (head, worker):
+        [container] = group["template"]["spec"]["containers"]
+        assert group["rayStartParams"]["node-ip-address"] == "${POD_IPS##*,}"
+        # The kubelet asks the primary address, where Ray's agent does not listen.
+        assert "httpGet" not in container["readinessProbe"]
+        assert "httpGet" not in container["livenessProbe"]
+
+
+@pytest.mark.parametrize(("code", "want"), [(200, True), (503, False), (None, False)])
+def test_agent_check_of_the_secondary_family_asks_the_secondary_address(code, want):
+    """Run by bash against a server on ::1; on the primary address nobody listens."""
+
+    class Agent(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(code if self.path == "/api/healthz" else 404)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    class Server(HTTPServer):
+        address_family = socket.AF_INET6
+
+    try:
+        server = Server(("::1", 0), Agent)
+    except OSError as error:
+        pytest.skip(f"no IPv6 on the loopback interface: {error}")
+    with server:
+        port = server.server_address[1]
+        if code is None:
+            server.server_close()
+        else:
+            threading.Thread(target=server.handle_request, daemon=True).start()
+        options = RenderOptions(pod_ip_families=(IPFamily.IPV4, IPFamily.IPV6))
+        command = build_agent_check(port, IPFamily.IPV6, options)["exec"]["command"]
+        environment = {"POD_IP": "127.0.0.1", "POD_IPS": "127.0.0.1,::1", "PATH": "/usr/bin:/bin"}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode == 0) is want, result.stderr
+
+
+def test_secondary_family_is_refused_where_jobs_are_reached_by_the_pod_proxy():
+    """The API server connects to the primary address; the dashboard listens on the other family."""
+    options = RenderOptions(pod_ip_families=(IPFamily.IPV6, IPFamily.IPV4), uses_pod_proxy=True)
+    with pytest.raises(RenderError, match=r"spec\.network\.ipFamily: IPv4 .* a value that works: IPv6, .* Direct"):
+        render_ray_cluster(options, network={"ipFamily": "IPv4"})
+    assert render_ray_cluster(options, network={"ipFamily": "IPv6"})["kind"] == "RayCluster"
 
 
 @pytest.mark.parametrize(
