@@ -102,7 +102,7 @@ def build_environment(
 def enforce_environment(
     entries: list[EnvEntry], resolved: ResolvedJob, auth_secret_name: str, template_path: str
 ) -> tuple[list[EnvEntry], list[Finding]]:
-    """The final word, after every merge: owned values restored, harmful ones removed, each named in a finding.
+    """The final word, after every merge: owned entries restored, harmful ones removed, each named in a finding.
 
     `template_path` is the field path of entries that did not come from `spec.cluster.env`.
     """
@@ -151,7 +151,14 @@ def enforce_environment(
                 kept.append({**entry, "value": remaining})
         else:
             kept.append(entry)
-    return kept, findings
+    # First, as in our own list: whatever is left may refer to $(POD_IP).
+    absent = [entry for name, entry in owned.items() if all(other["name"] != name for other in kept)]
+    if absent:
+        names = ", ".join(entry["name"] for entry in absent)
+        findings.append(
+            make_warning("EnvironmentIgnored", template_path, f"removes {names}: put back, the operator owns them")
+        )
+    return absent + kept, findings
 
 
 def merge_entries(base: list[EnvEntry], overrides: list[EnvEntry]) -> list[EnvEntry]:

@@ -9,6 +9,7 @@ from rljob_api.names import LABEL_CLUSTER_GENERATION, LABEL_JOB, LABEL_JOB_UID
 from rljob_api.rules.environment import OWNED_ENV, OWNED_ENV_PREFIX
 from rljob_operator.render.names import RAY_CONTAINER
 from rljob_operator.render.types import make_error, make_warning
+from rljob_operator.render.volumes import RESERVED_VOLUMES
 
 _TEMPLATE_KEYS: Final = ("metadata", "spec")
 _METADATA_KEYS: Final = ("labels", "annotations")
@@ -48,7 +49,7 @@ def check_patch(patch: dict[str, Any], template: dict[str, Any], path: str) -> l
     ]
     if findings:
         return findings
-    known = {container["name"] for container in template["spec"]["containers"]}
+    known = {container["name"] for container in template["spec"].get("containers") or []}
     containers = patch.get("spec", {}).get("containers")
     for index, container in enumerate(containers if isinstance(containers, list) else []):
         name = container.get("name") if isinstance(container, dict) else None
@@ -112,6 +113,54 @@ def drop_unusable_metadata(
             else:
                 kept["labels"][label] = value
     return {**patch, "metadata": kept}, findings
+
+
+def restore_metadata(template: dict[str, Any], base: dict[str, Any], path: str) -> list[Finding]:
+    """Put back, in place, what a null in the place of a whole mapping has removed.
+
+    Labels are the operator's; an annotation may be removed, but by its name: an empty `annotations:` would take the
+    protection against eviction along.
+    """
+    findings = []
+    for field in _METADATA_KEYS:
+        ours, merged = base["metadata"][field], template["metadata"].get(field)
+        absent = [key for key in ours if key not in (merged or {})] if field == "labels" or merged is None else []
+        if absent:
+            template["metadata"][field] = {**ours, **(merged or {})}
+            advice = "the operator selects pods by them" if field == "labels" else "name the one that is to be removed"
+            message = f"null is dropped, it would remove {', '.join(absent)}: {advice}"
+            findings.append(make_warning("FieldDropped", f"{path}.metadata.{field}", message))
+    return findings
+
+
+def restore_volumes(template: dict[str, Any], base: dict[str, Any], path: str) -> list[Finding]:
+    """Put back, in place, the operator's volumes and their mounts in the Ray container that a patch has removed.
+
+    Another volume at one of our mount paths is the user's choice (a larger /dev/shm); none at all is a mistake: without
+    job.json the trainer does not start, without the storage its checkpoints die with the pod.
+    """
+    spec, container = template["spec"], template["spec"]["containers"][0]
+    base_container = base["spec"]["containers"][0]
+    findings = []
+    ours = {m["mountPath"]: m for m in base_container["volumeMounts"] if m["name"] in RESERVED_VOLUMES}
+    # A mount without a volume, or a volume without a source, is one that a null inside it has emptied.
+    mounts = [m for m in container.get("volumeMounts") or [] if m.get("name") or m["mountPath"] not in ours]
+    left = {mount["mountPath"] for mount in mounts}
+    if absent := [mount for mount_path, mount in ours.items() if mount_path not in left]:
+        container["volumeMounts"] = absent + mounts
+        names = ", ".join(mount["mountPath"] for mount in absent)
+        field = f"{path}.spec.containers[{RAY_CONTAINER}].volumeMounts"
+        findings.append(make_warning("FieldDropped", field, f"removes {names}: put back, the trainer needs them"))
+    used = {mount.get("name") for mount in container["volumeMounts"]}
+    needed = {volume["name"]: volume for volume in base["spec"]["volumes"] if volume["name"] in used}
+    volumes = [v for v in spec.get("volumes") or [] if v.keys() - {"name"} or v["name"] not in needed]
+    left = {volume["name"] for volume in volumes}
+    if absent := [volume for name, volume in needed.items() if name not in left]:
+        spec["volumes"] = absent + volumes
+        names = ", ".join(volume["name"] for volume in absent)
+        message = f"removes {names}: put back, the Ray container mounts them"
+        findings.append(make_warning("FieldDropped", f"{path}.spec.volumes", message))
+    return findings
 
 
 def check_merged_template(template: dict[str, Any], base: dict[str, Any], path: str) -> list[Finding]:
