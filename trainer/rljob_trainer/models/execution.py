@@ -31,10 +31,12 @@ def decide_execution(job: ResolvedJob, plan: MemoryPlan | None) -> Execution:
     """From the job and, on GPUs, the memory plan.
 
     Auto means: on GPUs compiled, and recomputed only where activations do not fit; on CPUs neither, since compiling
-    costs more than small models gain and time is what runs out.
+    costs more than small models gain and time is what runs out. Nor with Float32 on GPUs: attention then goes through
+    the padded layout, which stays uncompiled and cuts each block in two.
     """
     model, training = job.spec.model, job.spec.training
-    is_compiled = model.compile is Toggle.ALWAYS or (model.compile is Toggle.AUTO and plan is not None)
+    with_padded_layout = plan is None or model.dtype is DType.FLOAT32
+    is_compiled = model.compile is Toggle.ALWAYS or (model.compile is Toggle.AUTO and not with_padded_layout)
     # What a rank of a sequence group gets of a pack has another shape every time.
     is_compiled = is_compiled and training.sequence_parallel_size == 1
     longest = job.spec.data.max_prompt_tokens + job.spec.rollout.max_response_tokens
@@ -42,7 +44,7 @@ def decide_execution(job: ResolvedJob, plan: MemoryPlan | None) -> Execution:
     layout = PackLayout(
         budget_tokens=budget if is_compiled else None,
         max_length=longest if is_compiled else 0,
-        with_padded_layout=plan is None or model.dtype is DType.FLOAT32,
+        with_padded_layout=with_padded_layout,
     )
     if plan is None:
         recompute = model.gradient_checkpointing is Toggle.ALWAYS

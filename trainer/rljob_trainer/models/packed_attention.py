@@ -6,6 +6,7 @@ Shape legend: N packed tokens, S sequences, L longest sequence, H query heads, K
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -118,7 +119,7 @@ def packed_attention(
         num_heads = query.shape[1]
         query, key, value = (exchange.gather_tokens(tensor, num_heads) for tensor in (query, key, value))
     query_NHD, key_NKD, value_NKD = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    attend = _varlen_kernel if uses_varlen_kernel(query.device, query.dtype) else _padded_sdpa
+    attend = _varlen_kernel if uses_varlen_kernel(query.device, query.dtype) else _PADDED_SDPA
     output_1NHD = attend(query_NHD, key_NKD, value_NKD, packing, scaling, sliding_window).unsqueeze(0)
     return output_1NHD if exchange is None else exchange.scatter_tokens(output_1NHD), None
 
@@ -166,8 +167,9 @@ def _padded_sdpa(
     key_SHLD = key_NKD[index_SL].transpose(1, 2).repeat_interleave(repeats, dim=1)
     value_SHLD = value_NKD[index_SL].transpose(1, 2).repeat_interleave(repeats, dim=1)
     mask_LL = None
-    if sliding_window is not None and sliding_window < packing.max_length:
-        distance_LL = torch.arange(packing.max_length, device=query_NHD.device)
+    longest = index_SL.shape[1]  # of this pack; `max_length` may be that of the job
+    if sliding_window is not None and sliding_window < longest:
+        distance_LL = torch.arange(longest, device=query_NHD.device)
         distance_LL = distance_LL[:, None] - distance_LL[None, :]
         mask_LL = (distance_LL >= 0) & (distance_LL < sliding_window)
     output_SHLD = functional.scaled_dot_product_attention(
@@ -175,5 +177,9 @@ def _padded_sdpa(
     )
     return output_SHLD.transpose(1, 2).flatten(0, 1)[packing.packed_index_N]
 
+
+_PADDED_SDPA: Final[Callable[..., Tensor]] = torch.compiler.disable(_padded_sdpa)
+"""Never traced: the padded layout has another shape in almost every pack, and each would be compiled anew until the
+limit of compiled versions ends the run."""
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
