@@ -146,7 +146,8 @@ DESCRIPTIONS: Final[dict[FailureReason, ReasonDescription]] = {
     ),
     FailureReason.NO_PROGRESS: ReasonDescription(
         "No phase of the trainer gave a sign of progress for `spec.failurePolicy.stallTimeoutSeconds`.",
-        "The captured stacks name the ranks that wait. Raise the limit when single phases take longer than it.",
+        "The head pod's log holds the stacks of the driver, the ranks and the engines, and who gave none. Raise the "
+        "limit when single phases take longer than it.",
     ),
     FailureReason.STARTUP_TIMEOUT: ReasonDescription(
         "The trainer did not report within `spec.failurePolicy.startupTimeoutSeconds` after the cluster was created.",

@@ -110,6 +110,7 @@ def main(environment: Mapping[str, str] = os.environ) -> int:
 def _run(job: ResolvedJob) -> int:
     from rljob_trainer.loop import Trainer
     from rljob_trainer.reporting import RunReporter
+    from rljob_trainer.stall_watch import StallWatch
     from rljob_trainer.stopping import StopSignal
     from rljob_trainer.telemetry import Console, ProgressServer, TelemetryState
 
@@ -136,7 +137,15 @@ def _run(job: ResolvedJob) -> int:
         try:
             port = server.start()
             console.note(f"progress, health and metrics on port {port}")
-            Trainer(job, reporter, stop).run()
+            trainer = Trainer(job, reporter, stop)
+            stall_watch = StallWatch(
+                job.spec.failure_policy.stall_timeout_seconds,
+                get_heartbeat=lambda: state.take_snapshot().heartbeat_seconds,
+                get_actors=lambda: trainer.actors,
+                write=console.note,
+            )
+            with stall_watch:
+                trainer.run()
         except SystemExit:
             # While Ray starts, its own SIGTERM handler is in place of ours.
             error = StopRequested("SIGTERM during the start")

@@ -18,7 +18,7 @@ from rljob_api.contract import ResolvedJob
 from rljob_api.v1alpha1.model import LoRA
 from rljob_trainer.checkpoint.export import export_policy
 from rljob_trainer.checkpoint.records import FileRecord
-from rljob_trainer.checkpoint.state import StatePart, StateWriter, gather_full_weights, load_state
+from rljob_trainer.checkpoint.state import StatePart, StateWriter, collect_state, gather_full_weights, load_state
 from rljob_trainer.critic import CriticRank
 from rljob_trainer.distributed.location import ActorLocation, locate_this_actor
 from rljob_trainer.distributed.network import choose_interface, is_loopback, set_interface
@@ -35,6 +35,7 @@ from rljob_trainer.models.value import ValueModel
 from rljob_trainer.optimization import build_optimizer
 from rljob_trainer.quiet import quiet_libraries
 from rljob_trainer.rows import FloatArray, MiniBatch, TrainRow, UpdateMetrics, ValueMetrics
+from rljob_trainer.stacks import format_stacks
 from rljob_trainer.sync.buckets import (
     DEVICE_BUCKET_BYTES,
     HOST_BUCKET_BYTES,
@@ -49,7 +50,8 @@ from rljob_trainer.update import LossSettings, Ranks, apply_update, compute_row_
 
 
 class TrainWorker:
-    """One rank. All methods but `locate`, `start_store`, `count_progress` and `finish_save` are collective."""
+    """One rank. All methods but `locate`, `start_store`, `count_progress`, `format_stacks` and `finish_save` are
+    collective."""
 
     def __init__(self, job: ResolvedJob, num_threads: int) -> None:
         self._job = job
@@ -83,6 +85,10 @@ class TrainWorker:
     def count_progress(self) -> int:
         """Finished micro-batches so far; answers while the rank works."""
         return self._progress
+
+    def format_stacks(self) -> str:
+        """Where this rank is; answers while it works."""
+        return format_stacks()
 
     def start_store(self, timeout_seconds: float) -> Rendezvous:
         """Rank 0: open the store at this node's IP."""
@@ -243,6 +249,10 @@ class TrainWorker:
     def reset_optimizer(self) -> None:
         """Forget the moments of the warm start."""
         self._optimizer = build_optimizer(self._policy, self._job.spec.training)
+
+    def allocate_moments(self) -> None:
+        """Those that do not exist yet, of 0 and before the first step."""
+        collect_state(self._list_state_parts())
 
     def update(self, batch: MiniBatch) -> UpdateMetrics:
         """One optimizer update."""

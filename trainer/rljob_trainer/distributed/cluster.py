@@ -113,9 +113,13 @@ class Cluster:
             for reference in ready:
                 get_value(reference, self.watches[reference], timeout_seconds=STOP_DEADLINE_SECONDS)
 
+    @property
+    def actors(self) -> list[Actor]:
+        """All of them."""
+        return [*self.ranks, *self.engines, *self.followers]
+
     def stop(self) -> None:
         """End all actors; what does not stop in time is killed."""
-        actors = [*self.ranks, *self.engines, *self.followers]
         references = [actor.handle.stop.remote() for actor in self.ranks]
         # In the control group: `generate` or `watch` may still run in the other.
         references += [
@@ -123,7 +127,7 @@ class Cluster:
             for actor in [*self.engines, *self.followers]
         ]
         ray.wait(references, num_returns=len(references), timeout=STOP_DEADLINE_SECONDS)
-        for actor in actors:
+        for actor in self.actors:
             ray.kill(actor.handle)
         remove_placement_group(self.placement)
 

@@ -23,6 +23,7 @@ from rljob_trainer.engines.contract import (
 )
 from rljob_trainer.errors import ConfigurationError
 from rljob_trainer.quiet import quiet_libraries
+from rljob_trainer.stacks import format_stacks
 from rljob_trainer.sync.buckets import Bucket
 
 WATCH_SECONDS: Final = 1.0
@@ -120,6 +121,10 @@ class EngineActor:
     def health(self) -> EngineHealth:
         """Callable while `generate` runs."""
         return self._adapter.health()
+
+    def format_stacks(self) -> str:
+        """Where this process is (not those that the engine started). Callable while `generate` runs."""
+        return format_stacks()
 
     def stop(self) -> None:
         """Free everything."""
