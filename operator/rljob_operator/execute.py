@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,12 +10,23 @@ from typing import Final, assert_never
 
 from rljob_api.contract import ResolvedJob
 from rljob_operator.adapters.access import Head, UnreachableError
-from rljob_operator.adapters.kube import RAY_CLUSTERS, RLJOBS, SECRETS, Kube, KubeError, resource_of
+from rljob_operator.adapters.kube import (
+    RAY_CLUSTERS,
+    RLJOBS,
+    SECRETS,
+    Document,
+    Kube,
+    KubeError,
+    Resource,
+    resource_of,
+)
 from rljob_operator.adapters.ray_jobs import RayJobs
 from rljob_operator.adapters.trainer import TrainerClient
 from rljob_operator.gather import Gatherer, read_token
 from rljob_operator.job_state import JobState
+from rljob_operator.observe import is_child
 from rljob_operator.plan.types import (
+    NAME_TAKEN_STATUS,
     Action,
     ChildError,
     DeleteCluster,
@@ -26,9 +38,9 @@ from rljob_operator.plan.types import (
     SubmitTrainer,
 )
 from rljob_operator.render import (
+    ObjectReference,
     OwnerRef,
     RenderOptions,
-    compute_auth_secret_name,
     list_cluster_object_references,
     render_cluster_objects,
     render_submission,
@@ -38,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 _TOKEN_BYTES: Final = 32
 
+_Existing = list[tuple[ObjectReference, Document | None]]
 CrashPoint = Callable[[str], Awaitable[None]]
 """Called after every effect on the outside, with its name. Tests end the process there."""
 
@@ -103,7 +116,14 @@ class Executor:
 
     async def _ensure_cluster_objects(self, observed: Observed, state: JobState, action: EnsureClusterObjects) -> bool:
         generation = action.cluster_generation
-        token = await self._read_or_make_token(observed.namespace, observed.name, state, generation)
+        existing = await self._read_cluster_objects(observed, generation)
+        if (taken := _find_taken_name(existing, observed.uid, generation)) is not None:
+            logger.warning("RLJob %s/%s: %s", observed.namespace, observed.name, taken)
+            state.child_error, state.child_error_generation = taken, observed.generation
+            return True
+        # One token per cluster, read back after a restart: pods that run already hold it.
+        token = read_token(next(found for reference, found in existing if reference.kind == SECRETS.kind))
+        token = state.tokens.setdefault(generation, token or secrets.token_urlsafe(_TOKEN_BYTES))
         documents = render_cluster_objects(
             _resolved(state),
             owner=OwnerRef(observed.name, observed.uid),
@@ -129,12 +149,11 @@ class Executor:
         state.child_error = None
         return False
 
-    async def _read_or_make_token(self, namespace: str, name: str, state: JobState, generation: int) -> str:
-        """One token per cluster, read back after a restart: pods that run already hold it."""
-        if generation not in state.tokens:
-            secret = await self._kube.get(SECRETS, namespace, compute_auth_secret_name(name, generation))
-            state.tokens[generation] = read_token(secret) or secrets.token_urlsafe(_TOKEN_BYTES)
-        return state.tokens[generation]
+    async def _read_cluster_objects(self, observed: Observed, generation: int) -> _Existing:
+        """What exists under the names of a generation, in the order to delete it: cluster first."""
+        references = list_cluster_object_references(observed.name, observed.namespace, generation)
+        found = await asyncio.gather(*(self._kube.get(_find_resource(r), r.namespace, r.name) for r in references))
+        return list(zip(references, found, strict=True))
 
     async def _submit_trainer(self, observed: Observed, state: JobState, action: SubmitTrainer) -> bool:
         head = await self._find_head(observed, state, action.cluster_generation)
@@ -154,11 +173,11 @@ class Executor:
             logger.warning("RLJob %s/%s: stop was not requested: %s", observed.namespace, observed.name, error)
 
     async def _delete_cluster(self, observed: Observed, state: JobState, action: DeleteCluster) -> None:
-        references = list_cluster_object_references(observed.name, observed.namespace, action.cluster_generation)
         # The RayCluster goes last: an interruption is then seen as a RayCluster that is still there.
-        for reference in reversed(references):
-            resource = resource_of({"apiVersion": reference.api_version, "kind": reference.kind})
-            await self._kube.delete(resource, reference.namespace, reference.name)
+        for reference, found in reversed(await self._read_cluster_objects(observed, action.cluster_generation)):
+            if found is not None and is_child(found, observed.uid):
+                uid = found["metadata"]["uid"]
+                await self._kube.delete(_find_resource(reference), reference.namespace, reference.name, uid=uid)
             await self._crash_point(f"deleted {reference.kind}")
         state.tokens.pop(action.cluster_generation, None)
 
@@ -166,6 +185,25 @@ class Executor:
         return await self._gatherer.find_head(
             state, observed.namespace, observed.name, cluster_generation, observed.pods
         )
+
+
+def _find_resource(reference: ObjectReference) -> Resource:
+    return resource_of({"apiVersion": reference.api_version, "kind": reference.kind})
+
+
+def _find_taken_name(existing: _Existing, job_uid: str, generation: int) -> ChildError | None:
+    """An object that has one of the generation's names and is not this job's.
+
+    A forced apply would take it over, owner and all: a running cluster of a deleted namesake (`--cascade=orphan`,
+    garbage collection that lags behind) or one that somebody made by hand.
+    """
+    for reference, found in existing:
+        if found is not None and not is_child(found, job_uid):
+            references = found["metadata"].get("ownerReferences") or []
+            owners = [f"{owner['kind']} {owner['name']}, UID {owner['uid']}" for owner in references]
+            message = f"its owner is {'; '.join(owners)}" if owners else "it has no owner"
+            return ChildError(generation, reference.kind, reference.name, NAME_TAKEN_STATUS, message)
+    return None
 
 
 def _resolved(state: JobState) -> ResolvedJob:

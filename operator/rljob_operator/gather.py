@@ -17,7 +17,7 @@ from rljob_operator.adapters.kube import PODS, RAY_CLUSTERS, RLJOBS, SECRETS, Do
 from rljob_operator.adapters.ray_jobs import RayJobs
 from rljob_operator.adapters.trainer import TrainerClient
 from rljob_operator.job_state import JobState, Snapshot
-from rljob_operator.observe import observe_ray_cluster, observe_status, parse_time
+from rljob_operator.observe import is_child, observe_namesake, observe_ray_cluster, observe_status, parse_time
 from rljob_operator.plan import questions
 from rljob_operator.plan.types import (
     Observed,
@@ -54,17 +54,19 @@ class Gatherer:
     async def read(self, document: Document, num_events: int) -> Snapshot:
         """The job's children, to go with the job. Raises KubeError when the API server cannot say."""
         metadata = document["metadata"]
-        # The label on the watch is the job's name; the UID tells the children of a deleted namesake apart.
-        selector = f"{LABEL_JOB}={metadata['name']},{LABEL_JOB_UID}={metadata['uid']}"
+        # By name, as the watches: the children of a deleted namesake, whose UID is another, must not be run into.
+        selector = f"{LABEL_JOB}={metadata['name']},{LABEL_JOB_UID}"
         list_started, read_at = datetime.now(UTC), time.monotonic()
         clusters, pods = await asyncio.gather(
             self._list_ray_clusters(metadata["namespace"], selector),
             self._kube.list_all(PODS, metadata["namespace"], selector),
         )
+        uid = metadata["uid"]
         return Snapshot(
             document=document,
-            ray_clusters=None if clusters is None else tuple(clusters),
-            pods=tuple(pods),
+            ray_clusters=None if clusters is None else tuple(c for c in clusters if is_child(c, uid)),
+            pods=tuple(pod for pod in pods if is_child(pod, uid)),
+            namesakes=tuple(child for child in (*(clusters or ()), *pods) if not is_child(child, uid)),
             list_started=list_started,
             read_at=read_at,
             num_events=num_events,
@@ -98,6 +100,7 @@ class Gatherer:
             kuberay_installed=snapshot.ray_clusters is not None,
             ray_clusters=tuple(observe_ray_cluster(cluster) for cluster in snapshot.ray_clusters or ()),
             pods=pods,
+            namesakes=tuple(observe_namesake(child) for child in snapshot.namesakes),
             child_error=state.find_child_error(generation),
             ray_job=ray_job,
             trainer=trainer,

@@ -27,6 +27,8 @@ class Snapshot:
     ray_clusters: tuple[Mapping[str, Any], ...] | None
     """None: RayCluster is not a kind of this API server."""
     pods: tuple[Mapping[str, Any], ...]
+    namesakes: tuple[Mapping[str, Any], ...]
+    """RayClusters and pods of a deleted RLJob of the same name."""
     list_started: datetime
     """When the pods were asked for."""
     read_at: float

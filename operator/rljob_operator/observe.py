@@ -9,14 +9,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rljob_api.names import LABEL_CLUSTER_GENERATION, LABEL_ROLE
+from rljob_api.names import LABEL_CLUSTER_GENERATION, LABEL_JOB_UID, LABEL_ROLE
 from rljob_api.v1alpha1.status import RLJobStatus
-from rljob_operator.plan.types import ObservedCondition, ObservedPod, ObservedRayCluster, PodRole
+from rljob_operator.plan.types import ObservedCondition, ObservedNamesake, ObservedPod, ObservedRayCluster, PodRole
 
 logger = logging.getLogger(__name__)
 
 # Every pod waits like this while it starts; a more telling container of the same pod comes first.
 _ORDINARY_WAITING_REASONS = frozenset({"ContainerCreating", "PodInitializing"})
+_MAX_GENERATION_DIGITS = 9
 
 
 def parse_time(text: str | None) -> datetime:
@@ -99,6 +100,18 @@ def observe_pod(document: Mapping[str, Any], *, gone_time: datetime | None = Non
     )
 
 
+def observe_namesake(document: Mapping[str, Any]) -> ObservedNamesake:
+    """A RayCluster or pod of another RLJob of the same name."""
+    return ObservedNamesake(document["metadata"]["name"], _read_generation(document["metadata"]))
+
+
+def is_child(document: Mapping[str, Any], job_uid: str) -> bool:
+    """Whether an object is this job's and not a namesake's: by its label or by its owner."""
+    metadata = document["metadata"]
+    owners = {owner.get("uid") for owner in metadata.get("ownerReferences") or []}
+    return job_uid in owners or (metadata.get("labels") or {}).get(LABEL_JOB_UID) == job_uid
+
+
 def _find_waiting(containers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     waiting = [c for c in containers if (c.get("state") or {}).get("waiting")]
     telling = [c for c in waiting if c["state"]["waiting"].get("reason") not in _ORDINARY_WAITING_REASONS]
@@ -120,9 +133,12 @@ def _read_unschedulable(condition: Mapping[str, Any] | None) -> str:
 
 
 def _read_generation(metadata: Mapping[str, Any]) -> int:
-    """0 for a missing or damaged label: no cluster has that number, so the object is never taken for a current one."""
+    """0 for a missing or damaged label: no cluster has that number, so the object is never taken for a current one.
+
+    More digits than a RayCluster's name has room for are damage too: new clusters are numbered above what is read here.
+    """
     text = (metadata.get("labels") or {}).get(LABEL_CLUSTER_GENERATION, "")
-    return int(text) if text.isdecimal() else 0
+    return int(text) if text.isdecimal() and len(text) <= _MAX_GENERATION_DIGITS else 0
 
 
 def _read_role(metadata: Mapping[str, Any]) -> PodRole:

@@ -22,7 +22,7 @@ from rljob_operator.plan.pods import (
 )
 from rljob_operator.plan.retry import handle_failure
 from rljob_operator.plan.times import compute_elapsed_seconds, format_time
-from rljob_operator.plan.types import DeleteCluster, EnsureClusterObjects, EventType, ObservedPod
+from rljob_operator.plan.types import ChildError, DeleteCluster, EnsureClusterObjects, EventType, ObservedPod
 
 START_BLOCKER_GRACE_SECONDS: Final = 120.0
 """Registries hiccup and Secrets arrive late; kubelet retries by itself meanwhile."""
@@ -61,6 +61,9 @@ def follow_startup(draft: Draft) -> None:
     if draft.is_suspend_wanted:
         return
     error = draft.child_error
+    if error is not None and error.is_name_taken:
+        _leave_name(draft, error)
+        return
     if error is not None and error.status_code != 403:
         message = f"{error.kind} {error.name} was refused ({error.status_code}): {error.message}"
         _give_up(draft, FailureReason.CHILD_INVALID, message)
@@ -87,8 +90,15 @@ def begin_cluster(draft: Draft) -> None:
     if leftovers := find_leftovers(draft):
         note_situation(draft, "ReleasingCluster", f"waiting for {', '.join(leftovers[:3])} to go away")
         return
-    # A status that was lost (restored backup, cleared by hand) must not lead to a name that is in use.
-    known = [c.cluster_generation for c in observed.ray_clusters]
+    if leftovers := find_namesakes(draft):
+        whose = f"which a deleted RLJob {observed.name} has left,"
+        note_situation(draft, "ReleasingCluster", f"waiting for {', '.join(leftovers[:3])}, {whose} to go away")
+        return
+    # KubeRay takes every pod with the label ray.io/cluster=<name> for the cluster's own, whoever its owner is. So a
+    # status that was lost (restored backup, cleared by hand) or a namesake must not lead to a name that is in use.
+    known = [cluster.cluster_generation for cluster in observed.ray_clusters]
+    known += [pod.cluster_generation for pod in observed.pods]
+    known += [namesake.cluster_generation for namesake in observed.namesakes]
     status.cluster_generation = max([status.cluster_generation, *known]) + 1
     status.cluster_released = False
     status.cluster_start_time = format_time(draft.now)
@@ -171,13 +181,18 @@ def find_leftovers(draft: Draft) -> list[str]:
     """
     clusters = [c.name for c in draft.observed.ray_clusters if not _is_current(draft, c.cluster_generation)]
     pods = [p.name for p in draft.observed.pods if not p.gone and not _is_current(draft, p.cluster_generation)]
-    if not clusters and not pods:
+    return _limit_wait(draft, "releasing", [*clusters, *sorted(pods)])
+
+
+def find_namesakes(draft: Draft) -> list[str]:
+    """Names of what a deleted RLJob of the same name has left, while the first cluster has to wait for it.
+
+    They hold GPUs, and with `checkpoint.adopt` the checkpoint directory too. They had all their time before the first
+    cluster: what is left then stays for good (`kubectl delete --cascade=orphan`), and later clusters do not wait again.
+    """
+    if draft.status.cluster_generation > 0:
         return []
-    left = draft.grace_seconds + RELEASE_SLACK_SECONDS - draft.measure("releasing")
-    if left <= 0:
-        return []
-    draft.wake(min(CLUSTER_POLL_SECONDS, left))
-    return [*clusters, *sorted(pods)]
+    return _limit_wait(draft, "namesakes", sorted(namesake.name for namesake in draft.observed.namesakes))
 
 
 def note_missing_kuberay(draft: Draft) -> None:
@@ -232,6 +247,24 @@ def describe_situation(draft: Draft) -> tuple[str, str]:
     num_ready = sum(pod.ready for pod in get_workers(pods))
     head_state = "ready" if head is not None and head.ready else "not ready"
     return "PodsStarting", f"head {head_state}, {num_ready} of {cluster.desired_workers} workers ready"
+
+
+def _limit_wait(draft: Draft, signal: str, names: list[str]) -> list[str]:
+    """`names` for as long as pods may take to go away, then none."""
+    if not names:
+        return []
+    left = draft.grace_seconds + RELEASE_SLACK_SECONDS - draft.measure(signal)
+    if left <= 0:
+        return []
+    draft.wake(min(CLUSTER_POLL_SECONDS, left))
+    return names
+
+
+def _leave_name(draft: Draft, error: ChildError) -> None:
+    """Somebody else's object has a name of this generation: it stays as it is, the next generation has other names."""
+    message = f"{error.kind} {error.name} exists and is not this job's: {error.message}"
+    draft.record(EventType.WARNING, "NameTaken", f"{message}; the next cluster generation is taken instead")
+    release_cluster(draft, message)
 
 
 def _give_up(draft: Draft, reason: FailureReason, message: str) -> None:

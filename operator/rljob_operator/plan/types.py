@@ -122,11 +122,26 @@ class ObservedPod:
 
 
 @dataclass(frozen=True)
-class ChildError:
-    """The API server refused a child object (400, 403, 422).
+class ObservedNamesake:
+    """A RayCluster or pod of another RLJob of this name: that one was deleted, its children outlive it for a while.
 
-    409, 429 and 5xx are the executor's to retry and never come here. 403 is asked again (quota, RBAC), the others end
-    the job.
+    `kubectl delete` and `kubectl apply` in one line, garbage collection that lags behind, or `--cascade=orphan`.
+    """
+
+    name: str
+    cluster_generation: int
+    """Label `rljob.io/cluster-generation`."""
+
+
+NAME_TAKEN_STATUS: Final = 409
+
+
+@dataclass(frozen=True)
+class ChildError:
+    """The API server refused a child object (400, 403, 422), or its name belongs to an object of somebody else (409).
+
+    Conflicts of a write, 429 and 5xx are the executor's to retry and never come here. 403 is asked again (quota, RBAC),
+    409 leads to the next cluster generation, the others end the job.
     """
 
     cluster_generation: int
@@ -135,6 +150,11 @@ class ChildError:
     name: str
     status_code: int
     message: str
+
+    @property
+    def is_name_taken(self) -> bool:
+        """Nothing was applied: an object of that name exists and is not this job's."""
+        return self.status_code == NAME_TAKEN_STATUS
 
 
 @dataclass(frozen=True)
@@ -232,6 +252,8 @@ class Observed:
     """The API server serves ray.io/v1 RayCluster."""
     ray_clusters: tuple[ObservedRayCluster, ...] = ()
     pods: tuple[ObservedPod, ...] = ()
+    namesakes: tuple[ObservedNamesake, ...] = ()
+    """RayClusters and pods with the job's name and another UID in their labels: never touched, only kept clear of."""
     child_error: ChildError | None = None
     """Set by a failed EnsureClusterObjects of the current cluster generation."""
     ray_job: RayJobView = RayJobNotAsked()
@@ -258,7 +280,11 @@ class Questions:
 
 @dataclass(frozen=True)
 class EnsureClusterObjects:
-    """Server-side apply of Secret, ConfigMap, NetworkPolicy and, last, RayCluster `<name>-<clusterGeneration>`."""
+    """Server-side apply of Secret, ConfigMap, NetworkPolicy and, last, RayCluster `<name>-<clusterGeneration>`.
+
+    When one of these names belongs to an object that is not this job's, nothing is applied and the answer is a
+    ChildError with status 409.
+    """
 
     cluster_generation: int
 
@@ -291,9 +317,9 @@ class StopRayJob:
 
 @dataclass(frozen=True)
 class DeleteCluster:
-    """Delete ConfigMap, Secret, NetworkPolicy and, last, the RayCluster (background). 404 is success.
+    """Delete ConfigMap, Secret, NetworkPolicy and, last, the RayCluster (background), as far as they are this job's.
 
-    The RayCluster goes last, so that an interruption is seen as a RayCluster that is still there.
+    404 is success. The RayCluster goes last, so that an interruption is seen as a RayCluster that is still there.
     """
 
     cluster_generation: int

@@ -1,7 +1,9 @@
 """Stands in for KubeRay, kubelet and garbage collector on a bare API server: makes pods, marks them ready, cleans up.
 
 Behaves as read in KubeRay 1.6.2 where it matters to a controller on top: failed or deleted workers are replaced
-without a word, a head is not once provisioned, conditions latch, `.status.state` is never reset.
+without a word, a head is not once provisioned, conditions latch, `.status.state` is never reset. Pods are a cluster's
+own by their label `ray.io/cluster`, whoever owns them and even while they terminate (association.go): a RayCluster of
+an old name is provisioned by the old one's dying pods.
 """
 
 from __future__ import annotations
@@ -17,13 +19,19 @@ from typing import Any, Final
 
 import aiohttp
 
-from rljob_api.names import LABEL_CLUSTER_GENERATION, LABEL_JOB, LABEL_JOB_UID
 from rljob_operator.testing.envtest import Envtest
 from rljob_operator.testing.fake_ray import FakeRay
 
 _POLL_SECONDS: Final = 0.1
 _MERGE_PATCH: Final = "application/merge-patch+json"
-_JOB_LABELS: Final = (LABEL_JOB, LABEL_JOB_UID, LABEL_CLUSTER_GENERATION)
+_OWNED_KINDS: Final = (
+    "apis/ray.io/v1/namespaces/{}/rayclusters",
+    "apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+    "api/v1/namespaces/{}/configmaps",
+    "api/v1/namespaces/{}/secrets",
+)
+_NODE: Final = "node"
+"""The API server removes a pod without a node at once, without any grace."""
 
 
 class FakeKubeRay:
@@ -41,6 +49,10 @@ class FakeKubeRay:
         """New pods stay Pending: no node fits."""
         self.pod_status: dict[str, Any] | None = None
         """Status that new pods get instead of Running and ready."""
+        self.collects_garbage = True
+        """False: the garbage collector lags behind, what deleted RLJobs owned stays."""
+        self.finishes_deletions = True
+        """False: deleted pods stay in their preStop hooks, running and ready."""
         self.created_pods = 0
         """Pods made so far."""
 
@@ -91,6 +103,8 @@ class FakeKubeRay:
             if not self.is_installed:
                 await asyncio.sleep(_POLL_SECONDS)
                 continue
+            if self.collects_garbage:
+                await self._collect_garbage()
             clusters, pods = await asyncio.gather(self.list_clusters(), self.list_pods())
             living = {cluster["metadata"]["uid"] for cluster in clusters}
             for pod in pods:
@@ -99,14 +113,33 @@ class FakeKubeRay:
                     await self._remove_pod(pod, owner["name"])
             for cluster in clusters:
                 with _tolerate_races():
-                    await self._reconcile(cluster, [p for p in pods if _is_owned_by(p, cluster)])
+                    await self._reconcile(cluster, [p for p in pods if _is_labelled(p, cluster)])
             await asyncio.sleep(_POLL_SECONDS)
 
+    async def _collect_garbage(self) -> None:
+        """Delete what RLJobs owned that are gone; their pods follow as those of any deleted RayCluster."""
+        clusters = await self.list_clusters()  # before the jobs: what is listed here has an owner that is listed below
+        jobs = await self._list(f"/apis/rljob.io/v1alpha1/namespaces/{self._namespace}/rljobs")
+        uids = {job["metadata"]["uid"] for job in jobs}
+        if not any(_is_garbage(cluster, uids) for cluster in clusters):
+            return
+        for kind in _OWNED_KINDS:
+            path = f"/{kind.format(self._namespace)}"
+            for document in await self._list(path):
+                if _is_garbage(document, uids):
+                    options = {"preconditions": {"uid": document["metadata"]["uid"]}}
+                    with _tolerate_races():
+                        await self.request("DELETE", f"{path}/{document['metadata']['name']}", options)
+
     async def _remove_pod(self, pod: Mapping[str, Any], cluster: str) -> None:
-        if pod["metadata"]["labels"]["ray.io/node-type"] == "head":
-            self._ray.stop_head(self._namespace, cluster)
+        metadata = pod["metadata"]
         with _tolerate_races():
-            await self.delete_pod(pod["metadata"]["name"])
+            if self.finishes_deletions:
+                if metadata["labels"]["ray.io/node-type"] == "head":
+                    self._ray.stop_head(self._namespace, cluster)
+                await self.delete_pod(metadata["name"])
+            elif "deletionTimestamp" not in metadata:
+                await self.request("DELETE", f"/api/v1/namespaces/{self._namespace}/pods/{metadata['name']}")
 
     async def _reconcile(self, cluster: dict[str, Any], pods: list[dict[str, Any]]) -> None:
         name = cluster["metadata"]["name"]
@@ -117,17 +150,18 @@ class FakeKubeRay:
             if _has_condition(cluster, "HeadPodReady"):
                 await self._set_conditions(cluster, {"HeadPodReady": ("False", "HeadPodNotFound")}, len(pods))
             return
+        num_created_before = self.created_pods
         if not heads:
             await self._create_pod(cluster, cluster["spec"]["headGroupSpec"]["template"], "head", "headgroup", 0)
         num_workers = len(pods) - len(heads)
-        for group in cluster["spec"]["workerGroupSpecs"]:
+        for group in cluster["spec"].get("workerGroupSpecs") or []:
             for index in range(num_workers, int(group["replicas"])):
                 await self._create_pod(cluster, group["template"], "worker", group["groupName"], index)
-        desired = 1 + sum(int(group["replicas"]) for group in cluster["spec"]["workerGroupSpecs"])
         num_ready = sum(1 for pod in pods if _is_ready(pod))
         if heads and _is_ready(heads[0]) and (self._namespace, name) not in self._ray.heads:
             self._ray.start_head(self._namespace, name, await self._read_token(cluster))
-        if num_ready == desired and not was_provisioned:
+        # CheckAllPodsRunning: all there are, dying ones too.
+        if num_ready == len(pods) and num_created_before == self.created_pods and not was_provisioned:
             conditions = {
                 "HeadPodReady": ("True", "HeadPodRunningAndReady"),
                 "RayClusterProvisioned": ("True", "AllPodRunningAndReadyFirstTime"),
@@ -158,7 +192,7 @@ class FakeKubeRay:
                     {"apiVersion": "ray.io/v1", "kind": "RayCluster", "name": metadata["name"], "uid": metadata["uid"]}
                 ],
             },
-            "spec": template["spec"],
+            "spec": template["spec"] if self.unschedulable else {**template["spec"], "nodeName": _NODE},
         }
         await self.request("POST", f"/api/v1/namespaces/{self._namespace}/pods", pod)
         status = self._build_pod_status(template)
@@ -240,8 +274,13 @@ def _tolerate_races() -> Iterator[None]:
             raise
 
 
-def _is_owned_by(pod: Mapping[str, Any], cluster: Mapping[str, Any]) -> bool:
-    return bool(pod["metadata"]["ownerReferences"][0]["uid"] == cluster["metadata"]["uid"])
+def _is_labelled(pod: Mapping[str, Any], cluster: Mapping[str, Any]) -> bool:
+    return bool(pod["metadata"]["labels"]["ray.io/cluster"] == cluster["metadata"]["name"])
+
+
+def _is_garbage(document: Mapping[str, Any], job_uids: set[str]) -> bool:
+    owners = document["metadata"].get("ownerReferences") or []
+    return bool(owners) and all(owner["kind"] == "RLJob" and owner["uid"] not in job_uids for owner in owners)
 
 
 def _is_ready(pod: Mapping[str, Any]) -> bool:

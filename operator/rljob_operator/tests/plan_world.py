@@ -19,6 +19,7 @@ from rljob_api.v1alpha1.status import CheckpointStatus, Condition, ProgressStatu
 from rljob_operator.plan import plan, questions
 from rljob_operator.plan.times import format_time
 from rljob_operator.plan.types import (
+    NAME_TAKEN_STATUS,
     Action,
     ChildError,
     DeleteCluster,
@@ -28,6 +29,7 @@ from rljob_operator.plan.types import (
     Memory,
     Observed,
     ObservedCondition,
+    ObservedNamesake,
     ObservedPod,
     ObservedRayCluster,
     Plan,
@@ -113,6 +115,10 @@ class World:
     child_error: ChildError | None = None
     refuse_children: tuple[int, str] | None = None
     """Status code and message with which the API server refuses the RayCluster."""
+    namesakes: tuple[ObservedNamesake, ...] = ()
+    """What a deleted job of the same name has left."""
+    taken_generations: set[int] = field(default_factory=set)
+    """Somebody else's object has a name of these."""
     clusters: dict[int, ObservedRayCluster] = field(default_factory=dict)
     pods: dict[str, ObservedPod] = field(default_factory=dict)
     submissions: dict[str, Submission] = field(default_factory=dict)
@@ -153,6 +159,7 @@ class World:
             kuberay_installed=self.kuberay_installed,
             ray_clusters=tuple(self.clusters.values()),
             pods=tuple(self.pods.values()),
+            namesakes=self.namesakes,
             child_error=self.child_error,
             ray_job=ray_job,
             trainer=trainer,
@@ -319,6 +326,9 @@ class World:
         if self.refuse_children is not None:
             code, message = self.refuse_children
             self.child_error = ChildError(generation, "RayCluster", name, code, message)
+            return
+        if generation in self.taken_generations:
+            self.child_error = ChildError(generation, "RayCluster", name, NAME_TAKEN_STATUS, "it has no owner")
             return
         self.child_error = None
         if generation not in self.clusters:

@@ -18,7 +18,7 @@ from rljob_operator.plan import plan
 from rljob_operator.plan.conditions import is_terminal
 from rljob_operator.plan.retry import choose_action
 from rljob_operator.plan.times import parse_time
-from rljob_operator.plan.types import EnsureClusterObjects, PodRole, SubmitTrainer
+from rljob_operator.plan.types import EnsureClusterObjects, ObservedNamesake, PodRole, SubmitTrainer
 
 POD_STATES = st.sampled_from(
     [
@@ -39,16 +39,19 @@ class JobLife(RuleBasedStateMachine):
         max_free_retries=st.integers(0, 4),
         keep=st.sampled_from([0, 120]),
         is_running=st.sampled_from([True, True, False]),
+        namesakes=st.sampled_from([(), (), (ObservedNamesake("demo-1", 1), ObservedNamesake("demo-2-head-a", 2))]),
+        taken_generations=st.frozensets(st.integers(1, 5), max_size=2),
     )
-    def begin(self, max_retries, max_free_retries, keep, is_running):
+    def begin(self, max_retries, max_free_retries, keep, is_running, namesakes, taken_generations):
         self.policy = {"maxRetries": max_retries, "maxFreeRetries": max_free_retries, "stallTimeoutSeconds": 300}
         self.fields = {"failurePolicy": self.policy, "keepClusterOnFailureSeconds": keep}
-        self.world = World(spec=make_spec(**self.fields))
+        self.world = World(spec=make_spec(**self.fields), namesakes=namesakes, taken_generations=set(taken_generations))
         self.world.on_write = self.check_write
         self.world.on_action = self.check_action
         self.released: dict[int, datetime] = {}
         self.submitted_generations: set[int] = set()
         if is_running:  # most faults need a trainer to hurt
+            self.world.wait(100 if namesakes else 1)
             self.world.run()
 
     # --- what may happen -----------------------------------------------------------------------------------------
@@ -139,7 +142,10 @@ class JobLife(RuleBasedStateMachine):
             assert action.cluster_generation not in self.released, "a generation is never used again"
         if isinstance(action, EnsureClusterObjects):
             assert action.cluster_generation not in self.submitted_generations, "no second life for a used cluster"
+            namesakes = {namesake.cluster_generation for namesake in self.world.namesakes}
+            assert action.cluster_generation not in namesakes, "what a namesake has left is kept clear of"
         if isinstance(action, SubmitTrainer):
+            assert action.cluster_generation not in self.world.taken_generations, "nobody else's cluster is used"
             assert status.attempts[-1].submission_id == action.submission_id, "written before it is done"
             for key in self.world.live_submissions:
                 generation = self.world.submissions[key].cluster_generation
