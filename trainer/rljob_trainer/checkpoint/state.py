@@ -112,7 +112,8 @@ class StateWriter:
 
 
 def load_state(directory: Path, parts: StateParts) -> None:
-    """Load into already sharded modules, resharding where the world size differs. Collective.
+    """Load into already sharded modules, resharding where the world size differs. Collective. Optimizers get moments
+    and step counts; their hyperparameters stay.
 
     Raises:
         CheckpointError: the state does not fit these models.
@@ -120,6 +121,8 @@ def load_state(directory: Path, parts: StateParts) -> None:
     source = directory / STATE_DIRECTORY
     with _storage_errors(source):
         state = collect_state(parts)
+        # Weight decay, betas and the kernel are the job's as it is now, which may differ from the one that saved.
+        groups = {name: state[name]["optimizer"].pop("param_groups") for name in parts if "optimizer" in state[name]}
         load_distributed(state, checkpoint_id=str(source))
         for name, part in parts.items():
             if part.optimizer is None:
@@ -129,7 +132,7 @@ def load_state(directory: Path, parts: StateParts) -> None:
                     part.module,
                     part.optimizer,
                     model_state_dict=state[name]["model"],
-                    optim_state_dict=state[name]["optimizer"],
+                    optim_state_dict=state[name]["optimizer"] | {"param_groups": groups[name]},
                     options=part.options,
                 )
         rng = source / f"rng-{dist.get_rank()}.pt"
@@ -144,7 +147,13 @@ def collect_state(parts: StateParts) -> dict[str, Any]:
         if part.optimizer is None:
             state[name] = {"model": get_model_state_dict(part.module)}
         else:
+            is_fresh = not part.optimizer.state
             model, optimizer = get_state_dict(part.module, part.optimizer, options=part.options)
+            if is_fresh:
+                # torch fills moments by a step with gradients of 0, and counts it: the bias correction of the first
+                # updates would be that of the second and third.
+                for moments in part.optimizer.state.values():
+                    moments["step"].zero_()
             if part.trainable_only:
                 # torch leaves frozen tensors in that have a second name (a head tied to the embedding).
                 names = {
