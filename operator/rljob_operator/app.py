@@ -23,7 +23,16 @@ from rljob_api.names import FIELD_MANAGER, GROUP, LABEL_JOB
 from rljob_operator.adapters.access import Access, DirectAccess, ProxyAccess
 from rljob_operator.adapters.events import EventRecorder
 from rljob_operator.adapters.health import Health, build_health_app, build_metrics_app, serve
-from rljob_operator.adapters.kube import RAY_CLUSTERS, Kube, KubeError, RateLimiter, load_configuration, make_client
+from rljob_operator.adapters.kube import (
+    RAY_CLUSTERS,
+    RLJOBS,
+    Kube,
+    KubeError,
+    RateLimiter,
+    Resource,
+    load_configuration,
+    make_client,
+)
 from rljob_operator.adapters.lease import Lease
 from rljob_operator.adapters.metrics import Metrics
 from rljob_operator.adapters.ray_jobs import RayJobs
@@ -52,8 +61,8 @@ class Hooks:
     crash_point: CrashPoint = _no_crash
     longest_wait_seconds: float | None = None
     """Upper bound of the wait between two looks at a job; None: as planned."""
-    kuberay_poll_seconds: float = 30.0
-    """How often namespaced mode looks whether a missing KubeRay has been installed."""
+    definition_poll_seconds: float = 30.0
+    """How often namespaced mode looks whether a missing definition (RLJob, KubeRay's RayCluster) was installed."""
 
 
 class Operator:
@@ -132,11 +141,13 @@ class Operator:
             await _cancel_and_wait(reconciling)
 
     async def _watch(self, kube: Kube, registry: kopf.OperatorRegistry) -> None:
-        """Run kopf. In namespaced mode it may not list CRDs and so cannot notice a KubeRay that is installed later:
-        then it is started again once KubeRay is there."""
+        """Run kopf. In namespaced mode it may not list CRDs and so cannot notice a definition that is installed later:
+        then it is started again whenever one of those it watches has come."""
         while True:
             stop = asyncio.Event()
-            waiting = asyncio.create_task(self._stop_when_kuberay_appears(kube, stop))
+            # Before kopf looks: one that comes in between is then noticed by the next look of ours.
+            missing = await self._find_missing_definitions(kube)
+            waiting = asyncio.create_task(self._stop_when_one_appears(kube, missing, stop))
             try:
                 tasks = await kopf.spawn_tasks(
                     registry=registry,
@@ -154,16 +165,22 @@ class Operator:
             if not stop.is_set():
                 return
 
-    async def _stop_when_kuberay_appears(self, kube: Kube, stop: asyncio.Event) -> None:
+    async def _find_missing_definitions(self, kube: Kube) -> list[Resource]:
         if not self.settings.namespaces:
-            return
-        is_first = True
-        while not await _is_kuberay_served(kube):
-            is_first = False
-            await asyncio.sleep(self._hooks.kuberay_poll_seconds)
-        if not is_first:
-            logger.info("KubeRay was installed: starting to watch RayClusters")
-            stop.set()
+            return []
+        missing = [resource for resource in (RLJOBS, RAY_CLUSTERS) if not await _is_served(kube, resource)]
+        if missing:
+            logger.warning("Waiting for the definition of %s", " and ".join(resource.kind for resource in missing))
+        return missing
+
+    async def _stop_when_one_appears(self, kube: Kube, missing: list[Resource], stop: asyncio.Event) -> None:
+        while missing:
+            await asyncio.sleep(self._hooks.definition_poll_seconds)
+            arrived = [resource for resource in missing if await _is_served(kube, resource)]
+            if arrived:
+                logger.info("%s can be watched now", " and ".join(resource.kind for resource in arrived))
+                stop.set()
+                return
 
     def _make_kube(self, client: ApiClient) -> Kube:
         limiter = RateLimiter(self.settings.api_requests_per_second, self.settings.api_burst)
@@ -280,11 +297,11 @@ def make_access(settings: Settings, kube: Kube, session: aiohttp.ClientSession) 
     return DirectAccess(session, settings.cluster_domain)
 
 
-async def _is_kuberay_served(kube: Kube) -> bool:
+async def _is_served(kube: Kube, resource: Resource) -> bool:
     try:
-        return await kube.is_served(RAY_CLUSTERS)
+        return await kube.is_served(resource)
     except KubeError as error:
-        logger.warning("Could not ask whether KubeRay is installed: %s", error)
+        logger.warning("Could not ask whether the definition of %s is installed: %s", resource.kind, error)
         return False
 
 

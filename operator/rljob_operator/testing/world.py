@@ -94,13 +94,13 @@ class World:
         kubeconfig: Path | None = None,
         settings: Mapping[str, Any] | None = None,
         longest_wait_seconds: float | None = 0.1,
-        kuberay_poll_seconds: float = 30.0,
+        definition_poll_seconds: float = 30.0,
     ) -> RunningOperator:
         """Start an operator for this namespace; the world stops it at the end."""
         hooks = Hooks(
             access=lambda _settings, _kube, session: LoopbackAccess(session, self.ray),
             longest_wait_seconds=longest_wait_seconds,
-            kuberay_poll_seconds=kuberay_poll_seconds,
+            definition_poll_seconds=definition_poll_seconds,
         )
         if crash_point is not None:
             hooks.crash_point = crash_point

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rljob_operator.adapters.lease import LeaseTimes
-from rljob_operator.testing.envtest import Envtest, apply_crd, find_rljob_crd, start_envtest
+from rljob_operator.testing.envtest import apply_crd, find_rljob_crd, start_envtest
 from rljob_operator.testing.fault_proxy import WRITE_METHODS, FaultProxy, InjectedFault
 from rljob_operator.testing.world import World, find_condition, open_world
 
@@ -127,11 +127,18 @@ async def test_two_operators_at_once_without_a_lease_still_make_one_cluster_and_
     await assert_one_cluster_and_one_run(world)
 
 
-async def test_a_job_waits_for_kuberay_and_starts_when_it_is_installed(tmp_path: Path):
-    environment = await asyncio.to_thread(_start_without_kuberay, tmp_path)
+async def test_definitions_may_be_installed_after_the_operator(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """In namespaced mode, where the operator may not list definitions: first RLJob's comes, then KubeRay's."""
+
+    async def kopf_has_looked() -> bool:
+        return "Unresolved resources cannot be served" in caplog.text
+
+    environment = await asyncio.to_thread(start_envtest, tmp_path)
     try:
         async with open_world(environment, with_kuberay=False) as world:
-            world.start_operator(kuberay_poll_seconds=0.5)
+            world.start_operator(definition_poll_seconds=0.5)
+            await world.wait_until(kopf_has_looked, "kopf to look for the kinds it watches")
+            await asyncio.to_thread(apply_crd, environment, find_rljob_crd())
             await world.apply_job()
             job = await world.wait_for_job(
                 lambda job: (find_condition(job, "ClusterReady") or {}).get("reason") == "KubeRayNotInstalled",
@@ -143,12 +150,6 @@ async def test_a_job_waits_for_kuberay_and_starts_when_it_is_installed(tmp_path:
             await assert_one_cluster_and_one_run(world)
     finally:
         await asyncio.to_thread(environment.stop)
-
-
-def _start_without_kuberay(directory: Path) -> Envtest:
-    environment = start_envtest(directory)
-    apply_crd(environment, find_rljob_crd())
-    return environment
 
 
 async def _read_holder(world: World) -> str | None:
