@@ -131,7 +131,8 @@ class Cluster(ApiModel):
     """Time for a checkpoint when a pod is evicted."""
     pod_template: dict[str, Any] = {}
     """Merge patch (metadata, spec) over the rendered head and worker pod templates; lists of named items merge by
-    name."""
+    name, null removes a key. What is the operator's (labels, environment, job.json, storage) is put back, with a
+    warning."""
     head_pod_template: dict[str, Any] = {}
     """Merge patch for the head pod only, after podTemplate."""
     worker_pod_template: dict[str, Any] = {}

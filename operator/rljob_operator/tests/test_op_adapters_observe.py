@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rljob_operator.observe import observe_pod, observe_ray_cluster, observe_status
-from rljob_operator.plan.types import PodRole
+from rljob_operator.observe import is_child, observe_namesake, observe_pod, observe_ray_cluster, observe_status
+from rljob_operator.plan.types import ObservedNamesake, PodRole
 from rljob_operator.pod_history import RETENTION, PodHistory
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -100,6 +100,29 @@ def test_a_pod_whose_labels_were_replaced_is_never_taken_for_a_current_one():
     document["metadata"]["labels"] = {"rljob.io/cluster-generation": "x", "ray.io/node-type": "head"}
     pod = observe_pod(document)
     assert (pod.cluster_generation, pod.role) == (0, PodRole.HEAD)
+
+
+@pytest.mark.parametrize(("text", "want"), [("7", 7), ("999999999", 999999999), ("1000000000", 0), ("-1", 0), ("", 0)])
+def test_a_generation_label_with_more_digits_than_a_name_has_room_for_is_damaged(text: str, want: int):
+    """New clusters are numbered above it: 40 characters of the job's name, a hyphen, 53 in all."""
+    document = make_pod()
+    document["metadata"]["labels"]["rljob.io/cluster-generation"] = text
+    assert observe_pod(document).cluster_generation == want
+    assert observe_namesake(document) == ObservedNamesake("p", want)
+
+
+@pytest.mark.parametrize(
+    ("labels", "owners", "want"),
+    [
+        ({"rljob.io/job-uid": "ours"}, [], True),
+        ({}, [{"uid": "ours"}], True),
+        ({"rljob.io/job-uid": "old"}, [{"uid": "old"}], False),
+        ({"rljob.io/job-uid": "old"}, [], False),
+        (None, None, False),
+    ],
+)
+def test_a_child_is_told_by_its_label_or_its_owner(labels: Any, owners: Any, want: bool):
+    assert is_child({"metadata": {"name": "x-1", "labels": labels, "ownerReferences": owners}}, "ours") is want
 
 
 def test_ray_cluster_counts_workers_over_groups_and_hosts():
