@@ -18,6 +18,8 @@ MAX_SAMPLES_PER_CALL: Final = 32
 """Samples that a worker takes at once; those that come meanwhile wait for its next call."""
 LOAD_SECONDS: Final = 1800.0
 """For reading the weights of the reward model."""
+RELEASE_SECONDS: Final = 300.0
+"""For moving the weights of the reward model to host memory."""
 
 
 class ModelHost(Protocol):
@@ -29,8 +31,8 @@ class ModelHost(Protocol):
     def score(self, requests: Sequence[ScoreRequest]) -> Future[list[ModelScore]]:
         """Begin to score."""
 
-    def release(self) -> None:
-        """Free the GPU once idle."""
+    def release(self) -> Future[None]:
+        """Free the GPU once idle; done when it is free."""
 
     def restart(self) -> None:
         """Kill what runs and begin anew."""
@@ -98,10 +100,24 @@ class ModelWorkers:
             self._send(worker)
         return future
 
-    def release(self) -> None:
-        """All samples of a step are scored."""
-        for worker in self._workers:
-            worker.host.release()
+    def release(self) -> list[Future[None]]:
+        """All samples of a step are scored; done, for each host, when its GPU is free."""
+        return [worker.host.release() for worker in self._workers]
+
+    def release_and_wait(self, timeout_seconds: float = RELEASE_SECONDS) -> None:
+        """As `release`; returns when the GPUs are free.
+
+        Raises:
+            RewardError: they were not in time, or a host is gone.
+        """
+        for released in self.release():
+            try:
+                released.result(timeout=timeout_seconds)
+            except Exception as error:
+                raise RewardError(
+                    f"{self.plan.field_path} ({self.plan.name}): the reward model did not leave its GPU within "
+                    f"{timeout_seconds:g} s: {type(error).__name__}: {error}"
+                ) from error
 
     def close(self) -> None:
         """End the hosts; what still waits fails."""
@@ -190,9 +206,9 @@ class LocalHost:
         """See `ModelHost`."""
         return self._thread.submit(self._scorer.score, requests)
 
-    def release(self) -> None:
+    def release(self) -> Future[None]:
         """See `ModelHost`."""
-        self._thread.submit(self._scorer.release)
+        return self._thread.submit(self._scorer.release)
 
     def restart(self) -> None:
         """See `ModelHost`."""
@@ -232,9 +248,10 @@ class RayHost:
         future: Future[list[ModelScore]] = self._actor.score.remote(list(requests)).future()
         return future
 
-    def release(self) -> None:
+    def release(self) -> Future[None]:
         """See `ModelHost`."""
-        self._actor.release.remote()
+        future: Future[None] = self._actor.release.remote().future()
+        return future
 
     def restart(self) -> None:
         """See `ModelHost`."""

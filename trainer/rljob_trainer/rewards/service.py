@@ -163,7 +163,8 @@ class RewardService:
         return results
 
     def dry_run(self, rows: Sequence[PromptRow], num_rows: int = DRY_RUN_ROWS) -> list[ScoreResult]:
-        """Scores the first rows with their own gold answer and with an empty response, before any GPU works.
+        """Scores the first rows with their own gold answer and with an empty response, before any GPU works. Reward
+        models have left the GPUs when it returns: engines size their caches by what is free.
 
         Raises:
             RewardError: a function failed on one of them, whatever `onError` says.
@@ -185,6 +186,8 @@ class RewardService:
         failed = [result for result in results if result.failure is not None]
         if failed:
             raise RewardError(self._describe_failures(failed[:1], len(failed), len(results)))
+        for workers in self._models:
+            workers.release_and_wait()
         return results
 
     def close(self) -> None:

@@ -129,6 +129,7 @@ class FakeHost:
 
     def __init__(self):
         self.calls, self.answers, self.restarts, self.released, self.closed = [], [], 0, 0, False
+        self.freed = Future()
 
     def load(self):
         future = Future()
@@ -142,6 +143,7 @@ class FakeHost:
 
     def release(self):
         self.released += 1
+        return self.freed
 
     def restart(self):
         self.restarts += 1
@@ -220,6 +222,37 @@ def test_loading_has_a_deadline():
     host.load = Future
     with pytest.raises(RewardError, match=r"functions\[0\] \(model\): the reward model was not loaded within"):
         ModelWorkers(make_plan(""), [host]).wait_until_loaded(timeout_seconds=0.1)
+
+
+def test_the_gpus_are_free_when_waiting_for_it_returns():
+    hosts = [FakeHost(), FakeHost()]
+    workers = ModelWorkers(make_plan(""), hosts)
+    hosts[0].freed.set_result(None)
+    with pytest.raises(RewardError, match=r"did not leave its GPU within 0.1 s: TimeoutError"):
+        workers.release_and_wait(timeout_seconds=0.1)
+    hosts[1].freed.set_result(None)
+    workers.release_and_wait(timeout_seconds=0.1)
+    assert [host.released for host in hosts] == [2, 2]
+    hosts[1].freed = Future()
+    hosts[1].freed.set_exception(RuntimeError("the process died"))
+    with pytest.raises(RewardError, match="the process died"):
+        workers.release_and_wait()
+
+
+def test_a_dry_run_leaves_no_reward_model_on_the_gpus(path, monkeypatch):
+    """Engines size their caches next, by what is free."""
+    events = []
+    score, release = SequenceScorer.score, SequenceScorer.release
+    monkeypatch.setattr(SequenceScorer, "score", lambda self, requests: events.append("score") or score(self, requests))
+    monkeypatch.setattr(SequenceScorer, "release", lambda self: events.append("release") or release(self))
+    service = RewardService(make_reward(path), backend=Backend.LOCAL)
+    row = PromptRow(uid="p", prompt_ids=[1], prompt_text="2+2?", answer="4", fields={})
+    try:
+        service.dry_run([row])
+        assert events[-1] == "release"
+        assert "score" in events
+    finally:
+        service.close()
 
 
 def make_reward(path, **extra):
