@@ -198,6 +198,11 @@ class Dispatcher:
         """Forget optimizer moments on all ranks."""
         self._cluster.call_ranks("reset_optimizer", timeout_seconds=self._collective_seconds)
 
+    def allocate_moments(self) -> None:
+        """Optimizer moments of all ranks, while the engines leave room: a save before the first update (a stop in the
+        first rollout, the critic's warm-up) would allocate them, and gradients, beside the engines."""
+        self._cluster.call_ranks("allocate_moments", timeout_seconds=self._collective_seconds)
+
     def export(self, target: Path) -> None:
         """Write the policy in Hugging Face format."""
         self._cluster.call_ranks(

@@ -133,19 +133,18 @@ class Trainer:
             note=describe_start(resume),
         )
         self._sync_weights()
-        evaluation, checkpoint = self._spec.evaluation, self._spec.checkpoint
-        if evaluation.before_training and not is_resumed:
-            self._evaluate()
+        checkpoint = self._spec.checkpoint
+        # Before training; or what a stop cut short after the step that a resumed run starts from.
+        self._evaluate_if_due()
+        self._export_if_due()
         for step in range(self._state.step + 1, self._total_steps + 1):
             self._train_step(step)
             self._saver.collect()
             is_last = step == self._total_steps
-            if evaluation.every_steps and (is_last or step % evaluation.every_steps == 0):
-                self._evaluate()
+            self._evaluate_if_due()
             if is_last or (checkpoint.every_steps and step % checkpoint.every_steps == 0):
                 self._save()
-            if checkpoint.export_every_steps and step % checkpoint.export_every_steps == 0:
-                self._export()
+            self._export_if_due()
             self._reporter.finish_step()
             if not is_last:
                 self._stop.raise_if_requested()
@@ -238,9 +237,18 @@ class Trainer:
             self._dispatcher.sync_weights(version)
         self._synced_version = version
 
+    def _evaluate_if_due(self) -> None:
+        """After the last finished step, unless that was done already."""
+        step, evaluation = self._state.step, self._spec.evaluation
+        if step == 0:
+            is_due = evaluation.before_training
+        else:
+            is_due = evaluation.every_steps > 0 and (step == self._total_steps or step % evaluation.every_steps == 0)
+        if is_due and self._inputs.validation and self._state.evaluated_step != step:
+            self._evaluate()
+            self._state.evaluated_step = step
+
     def _evaluate(self) -> None:
-        if not self._inputs.validation:
-            return
         if self._runs_ahead:
             # The next step's samples are kept; the engines then hold newer weights than those are of.
             with self._reporter.phase(TrainerPhase.ROLLOUT):
@@ -251,6 +259,12 @@ class Trainer:
         self._reporter.report_evaluation(self._state.step, summarise(samples), samples, metrics)
 
     def _restore_or_warm_start(self, resume: ResumePoint | None) -> None:
+        # Engines have loaded their model and cache by now. The first sync brings them back.
+        self._dispatcher.make_room()
+        self._prepare_state(resume)
+        self._dispatcher.allocate_moments()
+
+    def _prepare_state(self, resume: ResumePoint | None) -> None:
         if resume is not None:
             if self._uses_reference:
                 self._dispatcher.setup_reference()
@@ -273,6 +287,8 @@ class Trainer:
                     self._inputs.demonstrations,
                     supervised,
                     self._spec.training.seed,
+                    max_nan_steps=self._spec.training.max_nan_steps,
+                    note=self._reporter.note,
                     on_step=self._after_warm_start_step,
                 )
         self._state.is_warm_started = True
@@ -293,6 +309,11 @@ class Trainer:
         with self._reporter.phase(TrainerPhase.CHECKPOINT):
             self._saver.start(self._state.step, asdict(self._state))
         self._saved_step = self._state.step
+
+    def _export_if_due(self) -> None:
+        every_steps = self._spec.checkpoint.export_every_steps
+        if every_steps and self._state.step and self._state.step % every_steps == 0:
+            self._export()
 
     def _export(self) -> None:
         target = self._directory / "export" / f"step-{self._state.step}"

@@ -9,13 +9,13 @@ from rljob_api.contract import ResolvedJob
 from rljob_trainer.batching import order_mini_batches
 from rljob_trainer.critic import uses_critic
 from rljob_trainer.dispatch import Dispatcher
-from rljob_trainer.errors import NumericalError
 from rljob_trainer.experience import compute_explained_variance
 from rljob_trainer.experience_maker import ExperienceMaker
 from rljob_trainer.optimization import compute_learning_rate
 from rljob_trainer.reporting import CriticReport
 from rljob_trainer.rows import TrainRow, UpdateMetrics, ValueMetrics
 from rljob_trainer.run_state import RunState
+from rljob_trainer.skipped_updates import count_skipped
 
 
 @dataclass(frozen=True)
@@ -93,18 +93,15 @@ class Updater:
 
     def _count_non_finite(self, is_finite: bool, state: RunState, num_in_a_row: int, facts: str, cure: str) -> int:
         """Skipped updates in a row of one model; each is counted and named, and too many end the run."""
-        if is_finite:
-            return 0
-        num_in_a_row += 1
-        state.num_nan_steps += 1
-        limit = self._spec.training.max_nan_steps
-        self._note(f"update skipped: {facts} ({num_in_a_row} in a row, limit {limit})")
-        if num_in_a_row >= limit:
-            raise NumericalError(
-                f"{limit} consecutive updates had NaN or Inf ({facts}); weights are those before them; lower {cure} or "
-                "inspect samples.jsonl"
-            )
-        return num_in_a_row
+        state.num_nan_steps += not is_finite
+        return count_skipped(
+            num_in_a_row,
+            is_finite,
+            limit=self._spec.training.max_nan_steps,
+            facts=facts,
+            cure=f"{cure} or inspect samples.jsonl",
+            note=self._note,
+        )
 
     def _compute_learning_rate(self, peak: float, step: int) -> float:
         """Policy and critic follow the same schedule, each to its own peak."""

@@ -18,7 +18,7 @@ from rljob_api.contract import ResolvedJob
 from rljob_api.v1alpha1.model import LoRA
 from rljob_trainer.checkpoint.export import export_policy
 from rljob_trainer.checkpoint.records import FileRecord
-from rljob_trainer.checkpoint.state import StatePart, StateWriter, gather_full_weights, load_state
+from rljob_trainer.checkpoint.state import StatePart, StateWriter, collect_state, gather_full_weights, load_state
 from rljob_trainer.critic import CriticRank
 from rljob_trainer.distributed.location import ActorLocation, locate_this_actor
 from rljob_trainer.distributed.network import choose_interface, is_loopback, set_interface
@@ -249,6 +249,10 @@ class TrainWorker:
     def reset_optimizer(self) -> None:
         """Forget the moments of the warm start."""
         self._optimizer = build_optimizer(self._policy, self._job.spec.training)
+
+    def allocate_moments(self) -> None:
+        """Those that do not exist yet, of 0 and before the first step."""
+        collect_state(self._list_state_parts())
 
     def update(self, batch: MiniBatch) -> UpdateMetrics:
         """One optimizer update."""
