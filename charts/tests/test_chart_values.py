@@ -43,6 +43,13 @@ RunHelm = Callable[..., subprocess.CompletedProcess[str]]
         (["--set", "lease.retrySeconds=12"], "greater than twice retrySeconds (12)"),
         (["--set", "lease.retrySeconds=5"], "(10), and that greater than twice retrySeconds (5)"),
         (["--set", "lease.durationSeconds=3"], "/lease/durationSeconds"),
+        (["--set", "health.port=8080"], "metrics.port and health.port are both 8080"),
+        (
+            ["--set", "imageCatalogue[0].engine=SGLang,imageCatalogue[0].image=i,imageCatalogue[0].rayVersion=2.60.0"],
+            "engineVersion",
+        ),
+        (["--set-string", "imageCatalogue[0].pythonVersion=python3.11"], "/imageCatalogue/0"),
+        (["--set-string", "imageCatalogue[0].cudaVersion=12"], "/imageCatalogue/0"),
         (["--set", "serviceAccount.create=false"], "serviceAccount.name must name an existing ServiceAccount"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
