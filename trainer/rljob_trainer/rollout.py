@@ -5,19 +5,17 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rljob_trainer.data import PromptRow
 from rljob_trainer.distributed.cluster import CONTROL_GROUP, Cluster
-from rljob_trainer.distributed.waiting import get_value, iterate_streams
+from rljob_trainer.distributed.waiting import iterate_streams
 from rljob_trainer.engines.contract import FinishReason, GeneratedGroup, GenerateRequest, SamplingParams
 from rljob_trainer.errors import EngineDied, StopRequested
 from rljob_trainer.rewards import RewardService, ScoreRequest, ScoreResult
-
-FETCH_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -95,10 +93,10 @@ class RolloutRunner:
             self._cluster.check_followers()
 
         try:
-            for engine, reference in iterate_streams(
+            group: GeneratedGroup
+            for _, _, group in iterate_streams(
                 streams, timeout_seconds=plan.timeout_seconds, what="rollout", poll=poll_all
             ):
-                group: GeneratedGroup = get_value(reference, engine, FETCH_SECONDS)
                 if len(groups) == num_wanted:
                     continue  # of the tail that was aborted
                 groups[group.uid] = group
@@ -154,7 +152,8 @@ class RolloutRunner:
     def _wait_for_rewards(self, poll: Callable[[], None]) -> None:
         deadline = self._rewards.compute_deadline_seconds(self._num_submitted)
         self._num_submitted = 0
-        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="collect-rewards") as executor:
+        executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="collect-rewards")
+        try:
             collecting = executor.submit(self._rewards.collect, deadline)
             while True:
                 poll()
@@ -165,6 +164,9 @@ class RolloutRunner:
                     # On Python 3.11 this is also TimeoutError: one that the collection raised must not be retried.
                     if collecting.done():
                         raise
+        finally:
+            # A stop must not wait for slow rewards: the time is needed to save the steps that are done.
+            executor.shutdown(wait=False)
 
     def _submit(self, plan: RolloutPlan, row: PromptRow, group: GeneratedGroup) -> None:
         for index, text in enumerate(self._decode(group)):

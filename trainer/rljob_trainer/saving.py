@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -99,7 +99,7 @@ class CheckpointSaver:
         late = time.monotonic() - self._pending.started > WRITE_TIMEOUT_SECONDS
         if unfinished and not late:
             # A rank that failed says so before the others are done.
-            self._wait_for(ready, WRITE_TIMEOUT_SECONDS)
+            self._wait_for(ready, WRITE_TIMEOUT_SECONDS, unfinished)
             return
         self._finish(0.0 if late else WRITE_TIMEOUT_SECONDS)
 
@@ -140,7 +140,7 @@ class CheckpointSaver:
         self._on_published(checkpoint)
         files.prune(self._directory, self._keep_last, checkpoint.step)
 
-    def _wait_for(self, references: list[Any], timeout_seconds: float) -> list[Any]:
+    def _wait_for(self, references: list[Any], timeout_seconds: float, suspects: Sequence[Any] = ()) -> list[Any]:
         assert self._pending is not None
         pending = self._pending
         try:
@@ -149,6 +149,7 @@ class CheckpointSaver:
                 timeout_seconds=timeout_seconds,
                 what=f"checkpoint of step {pending.step}",
                 poll=self._poll_bytes,
+                suspects={reference: pending.references[reference] for reference in suspects},
             )
         except CheckpointError:
             self._pending = None

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from rljob_trainer.checkpoint.records import FileRecord, compute_file_record
-from rljob_trainer.errors import CheckpointError
+from rljob_trainer.distributed.process_group import is_broken_collective
+from rljob_trainer.errors import CheckpointError, TransientError
 from rljob_trainer.models.sharding import CHECKPOINT_WRAPPER_PART
 
 STATE_DIRECTORY: Final = "state"
@@ -87,7 +88,7 @@ class StateWriter:
         """Wait until every rank has written the snapshot of the last `start`; the files of this rank.
 
         Raises:
-            CheckpointError: the storage is full or not writable.
+            CheckpointError: the storage is full or not writable. TransientError: another rank is lost.
         """
         if self._pending is None:
             raise RuntimeError("no checkpoint was started")
@@ -116,7 +117,7 @@ def load_state(directory: Path, parts: StateParts) -> None:
     and step counts; their hyperparameters stay.
 
     Raises:
-        CheckpointError: the state does not fit these models.
+        CheckpointError: the state does not fit these models. TransientError: another rank is lost.
     """
     source = directory / STATE_DIRECTORY
     with _storage_errors(source):
@@ -176,14 +177,19 @@ def gather_full_weights(policy: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _storage_errors(path: Path) -> Iterator[None]:
-    """Turn I/O failures of any rank into one typed failure that names the path."""
+    """Turn I/O failures of any rank into one typed failure that names the path. A peer that is lost meanwhile is none:
+    the checkpoint before this one stands, and the job is to be tried again."""
     try:
         yield
     except CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
         full = any(_is_disk_full(path, failure[0]) for failure in error.failures.values())
+        if not full and any(is_broken_collective(failure[0]) for failure in error.failures.values()):
+            raise TransientError(_describe(path, causes, full)) from error
         raise CheckpointError(_describe(path, causes, full)) from error
     except (OSError, RuntimeError, KeyError, ValueError) as error:
+        if is_broken_collective(error):
+            raise TransientError(_describe(path, repr(error), full=False)) from error
         raise CheckpointError(_describe(path, repr(error), _is_disk_full(path, error))) from error
 
 

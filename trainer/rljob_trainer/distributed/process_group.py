@@ -22,6 +22,14 @@ NCCL_VARIABLES: Final = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
 }
+BROKEN_COLLECTIVES: Final = (
+    "Timed out waiting",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "collective operation timeout",
+    "communicator was aborted",
+)
+"""What gloo and NCCL say on a healthy rank whose peer is dead or hangs; they have no exception type for it."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,11 @@ def join_process_group(
             f"rank {rank} of {world_size} could not meet the others at {rendezvous.host} port {rendezvous.port} within "
             f"{timeout_seconds:.0f} s: {error}"
         ) from error
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether a rank fails only because another one is dead or hangs."""
+    return isinstance(error, dist.DistError) or any(marker in str(error) for marker in BROKEN_COLLECTIVES)
 
 
 def check_collectives(device: torch.device, rank: int) -> None:

@@ -11,22 +11,17 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
+from rljob_trainer.distributed.process_group import is_broken_collective
 from rljob_trainer.errors import EngineDied, GPUMemoryError, TrainerError, TransientError
 
 POLL_SECONDS: Final = 0.5
 CAUSE_SECONDS: Final = 15.0
+FETCH_SECONDS: Final = 60.0
+"""For a value that exists, perhaps on another node."""
 PROBE_SECONDS: Final = 5.0
 PROBE_METHOD: Final = "count_progress"
 PROBE_GROUP: Final = "control"
 """Of a rank: answered while it works, or waits for another one in a collective."""
-BROKEN_COLLECTIVES: Final = (
-    "Timed out waiting",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "collective operation timeout",
-    "communicator was aborted",
-)
-"""What gloo and NCCL say on a healthy rank whose peer is dead or hangs; they have no exception type for it."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +59,7 @@ def wait_for_all(
     timeout_seconds: float,
     what: str,
     poll: Callable[[], None] = lambda: None,
+    suspects: Mapping[Any, Actor] | None = None,
 ) -> list[Any]:
     """Values of all references, in order.
 
@@ -74,6 +70,7 @@ def wait_for_all(
         timeout_seconds: deadline for all of them.
         what: what is being waited for, for the message.
         poll: called about twice a second (stop requests, heartbeats); may raise.
+        suspects: not waited for, but their actors may be the cause when one of `references` fails.
 
     Raises:
         TransientError: a rank is dead or late. EngineDied: an engine is.
@@ -88,7 +85,8 @@ def wait_for_all(
                 values[reference] = ray.get(reference, timeout=timeout_seconds)
             except (RayTaskError, RayActorError, ObjectLostError, OutOfMemoryError, GetTimeoutError) as error:
                 failure = translate_error(error, references[reference])
-                raise _find_cause(error, failure, references, pending, what) from error
+                left = {reference: references[reference] for reference in pending} | dict(suspects or {})
+                raise _find_cause(error, failure, left, what) from error
         poll()
         if pending and time.monotonic() > deadline:
             raise _late([references[reference] for reference in pending], timeout_seconds, what)
@@ -96,7 +94,7 @@ def wait_for_all(
 
 
 def _find_cause(
-    error: BaseException, failure: BaseException, references: Mapping[Any, Actor], pending: list[Any], what: str
+    error: BaseException, failure: BaseException, suspects: Mapping[Any, Actor], what: str
 ) -> BaseException:
     """The lost or silent actor behind what another one reports, if there is one.
 
@@ -106,20 +104,20 @@ def _find_cause(
     is_typed = isinstance(failure, TrainerError) and not isinstance(failure, TransientError)
     if is_typed or not isinstance(error, RayTaskError):
         return failure
-    deadline = time.monotonic() + CAUSE_SECONDS
+    pending, deadline = list(suspects), time.monotonic() + CAUSE_SECONDS
     while pending and time.monotonic() < deadline:
         ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_SECONDS)
         for reference in ready:
             try:
                 ray.get(reference)
             except (RayActorError, OutOfMemoryError) as death:
-                return translate_error(death, references[reference])
+                return translate_error(death, suspects[reference])
             except RayTaskError:
                 continue  # another victim
-    is_symptom = isinstance(failure, TransientError) or any(marker in str(failure) for marker in BROKEN_COLLECTIVES)
-    if not is_symptom:
+    if not isinstance(failure, TransientError) and not is_broken_collective(failure):
         return failure
-    silent = ", ".join(references[reference].label for reference in pending)
+    left = [suspects[reference] for reference in pending]
+    silent = ", ".join(actor.label for actor in find_silent(left) or left)
     return TransientError(f"{what}: no answer from {silent}; {failure}" if silent else f"{what}: {failure}")
 
 
@@ -129,8 +127,11 @@ def iterate_streams(
     timeout_seconds: float,
     what: str,
     poll: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[Actor, Any]]:
-    """(actor, reference) for each item of several streaming generators, as they come.
+) -> Iterator[tuple[Actor, Any, Any]]:
+    """(actor, reference, value) for each item of several streaming generators, as they come.
+
+    Values are looked at here: a generator that fails ends with an item that is its failure, and handed on unseen it
+    would look like the failure of whoever got it.
 
     Raises:
         TransientError, EngineDied: as `wait_for_all`.
@@ -143,12 +144,16 @@ def iterate_streams(
             actor = streams[stream]
             try:
                 reference = next(stream)
+                value = ray.get(reference, timeout=FETCH_SECONDS)
             except StopIteration:
                 open_streams.remove(stream)
                 continue
+            except GetTimeoutError as error:
+                raise _late([actor], FETCH_SECONDS, what) from error
             except (RayTaskError, RayActorError, ObjectLostError, OutOfMemoryError) as error:
-                raise translate_error(error, actor) from error
-            yield actor, reference
+                suspects = {other.completed(): streams[other] for other in open_streams if other is not stream}
+                raise _find_cause(error, translate_error(error, actor), suspects, what) from error
+            yield actor, reference, value
         poll()
         if open_streams and time.monotonic() > deadline:
             raise _late([streams[stream] for stream in open_streams], timeout_seconds, what)

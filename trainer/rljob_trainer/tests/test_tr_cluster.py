@@ -19,7 +19,7 @@ from rljob_trainer.distributed.cluster import Cluster
 from rljob_trainer.distributed.location import ActorLocation
 from rljob_trainer.distributed.placement import NodeResources, choose_nodes, read_nodes
 from rljob_trainer.distributed.process_group import check_collectives, join_process_group, start_store
-from rljob_trainer.distributed.waiting import Actor, get_value, iterate_streams, wait_for_all
+from rljob_trainer.distributed.waiting import Actor, iterate_streams, wait_for_all
 from rljob_trainer.errors import ConfigurationError, DataError, EngineDied, StopRequested, TransientError
 
 
@@ -172,6 +172,14 @@ class Worker:
     def hang(self):
         time.sleep(600)
 
+    def count(self, values):
+        for value in values:  # noqa: UP028 - Ray's wrapper cannot delegate to a list
+            yield value
+
+
+class Member(Worker):
+    """Of a process group; apart, since torch takes seconds to import in each process."""
+
     def join(self, rank, rendezvous):
         join_process_group(
             rendezvous,
@@ -186,20 +194,16 @@ class Worker:
     def reduce(self):
         dist.all_reduce(torch.ones(1))
 
-    def count(self, values):
-        for value in values:  # noqa: UP028 - Ray's wrapper cannot delegate to a list
-            yield value
-
 
 @pytest.fixture(scope="module")
 def workers():
     # Ray's workers cannot import this module: there is no package here.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    cls = ray.remote(num_cpus=0)(Worker)
 
-    def make(label, is_engine=False):
-        return Actor(cls.remote(), label, "node", is_engine=is_engine, describe_log=lambda: "last lines: last words")
+    def make(label, is_engine=False, kind=Worker):
+        actor = ray.remote(num_cpus=0)(kind).remote()
+        return Actor(actor, label, "node", is_engine=is_engine, describe_log=lambda: "last lines: last words")
 
     yield make
     ray.shutdown()
@@ -247,7 +251,7 @@ def test_a_dead_rank_is_blamed_not_its_peer_whose_collective_broke(workers):
 @pytest.mark.ray
 def test_a_rank_that_hangs_in_a_collective_is_blamed_not_the_one_that_waits_for_it(workers):
     store, rendezvous = start_store("127.0.0.1", 2, 60)
-    waiting, silent = workers("rank 0"), workers("rank 1 (node fd00::2)")
+    waiting, silent = workers("rank 0", kind=Member), workers("rank 1 (node fd00::2)", kind=Member)
     ray.get([actor.handle.join.remote(rank, rendezvous) for rank, actor in enumerate((waiting, silent))], timeout=120)
     references = {waiting.handle.reduce.remote(): waiting, silent.handle.hang.remote(): silent}
     with pytest.raises(
@@ -271,7 +275,7 @@ def test_an_aborted_collective_is_told_at_the_end_of_the_work(one_rank, monkeypa
 @pytest.mark.ray
 def test_a_rank_that_never_joins_is_named(workers):
     store, rendezvous = start_store("127.0.0.1", 2, 60)
-    joining, absent = workers("rank 0"), workers("rank 1 (node fd00::2)")
+    joining, absent = workers("rank 0", kind=Member), workers("rank 1 (node fd00::2)", kind=Member)
     references = {joining.handle.join.remote(0, rendezvous): joining, absent.handle.hang.remote(): absent}
     with pytest.raises(
         TransientError, match=r"no answer from rank 1 \(node fd00::2\); rank 0 of 2 could not meet"
@@ -323,6 +327,15 @@ class Rank(Worker):
     def count_progress(self):
         return 0
 
+    def stream_until_broken(self):
+        yield 1
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+
+    def stream_until_dead(self):
+        yield 1
+        time.sleep(2)  # the peer of a dying rank notices before Ray does
+        os._exit(3)
+
 
 @pytest.mark.ray
 def test_of_two_late_ranks_the_one_that_is_stopped_is_named(workers):
@@ -358,10 +371,27 @@ def test_streams_of_several_actors_are_read_to_their_ends(workers):
         for actor, values in ((first, [1, 2, 3]), (second, []))
     }
     found = [
-        (actor.label, ray.get(reference))
-        for actor, reference in iterate_streams(streams, timeout_seconds=60, what="test")
+        (actor.label, value, ray.get(reference))
+        for actor, reference, value in iterate_streams(streams, timeout_seconds=60, what="test")
     ]
-    assert found == [("engine 0", 1), ("engine 0", 2), ("engine 0", 3)]
+    assert found == [("engine 0", 1, 1), ("engine 0", 2, 2), ("engine 0", 3, 3)]
+
+
+@pytest.mark.ray
+def test_a_dead_rank_is_blamed_not_its_peer_whose_stream_broke(workers):
+    cls = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Rank)
+    peer, dying = Actor(cls.remote(), "rank 0", "node"), Actor(cls.remote(), "rank 1", "node")
+    ray.get([actor.handle.get_pid.remote() for actor in (peer, dying)], timeout=60)
+    streams = {
+        peer.handle.stream_until_broken.options(num_returns="streaming").remote(): peer,
+        dying.handle.stream_until_dead.options(num_returns="streaming").remote(): dying,
+    }
+    with pytest.raises(TransientError, match="rank 1 is gone"):
+        list(iterate_streams(streams, timeout_seconds=60, what="weight sync"))
+    # Where nobody else is to blame it is the peer's own failure, raised and not handed on as an item.
+    alone = {peer.handle.stream_until_broken.options(num_returns="streaming").remote(): peer}
+    with pytest.raises(TransientError, match=r"(?s)weight sync: rank 0: .*Connection closed by peer"):
+        list(iterate_streams(alone, timeout_seconds=60, what="weight sync"))
 
 
 @pytest.mark.ray
@@ -374,4 +404,4 @@ def test_a_stream_of_a_dead_engine_is_an_engine_failure(workers):
     late = engine.handle.count.options(num_returns="streaming").remote([1])
     streams = iterate_streams({stream: engine, late: engine}, timeout_seconds=60, what="test")
     with pytest.raises(EngineDied, match="engine 0 is gone"):
-        [get_value(reference, actor, 60) for actor, reference in streams]
+        list(streams)

@@ -3,8 +3,10 @@ the training holds the state of its step; full storage is a typed failure.
 """
 
 import copy
+import errno
 import json
 import os
+import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -12,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing import ProcessExitedException
 from tr_ranks import run_ranks
 from tr_tiny import make_loss, make_rows, save_tiny_model
 
@@ -23,7 +27,7 @@ from rljob_trainer.batching import plan_batches
 from rljob_trainer.checkpoint import files, state
 from rljob_trainer.checkpoint.records import compute_file_record
 from rljob_trainer.checkpoint.state import StatePart, StateWriter, gather_full_weights, load_state
-from rljob_trainer.errors import CheckpointError
+from rljob_trainer.errors import CheckpointError, TransientError
 from rljob_trainer.models.policy import PolicyModel, load_causal_lm
 from rljob_trainer.models.sharding import shard_policy
 from rljob_trainer.optimization import build_optimizer
@@ -188,6 +192,49 @@ def save_to_full_storage(rank, source, directory):
     writer.start(directory / "large", {"policy": StatePart(policy, optimizer)})
     records = writer.finish()
     assert all((directory / "large" / record.path).stat().st_size == record.num_bytes for record in records)
+
+
+def save_while_a_peer_dies(rank, source, directory):
+    """Rank 1 is killed before it has written anything; rank 0 reports what it sees, and both are gone."""
+    policy, optimizer = build(source)
+    update(policy, optimizer, 1)
+    writer = StateWriter(use_gpu=False)
+    parts = {"policy": StatePart(policy, optimizer)}
+    if rank == 1:
+        writer._write = lambda *_: os._exit(9)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what started them ends the others with it
+    writer.start(Path(directory) / "save", parts)
+    try:
+        writer.finish()
+    except Exception as error:  # noqa: BLE001 - the test looks at what it is
+        Path(directory, "error.txt").write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+def test_a_peer_that_dies_during_a_save_is_no_failure_of_the_storage(source, tmp_path):
+    """Taken for one, the job would fail for good instead of starting its next attempt."""
+    (tmp_path / "save").mkdir()
+    with pytest.raises(ProcessExitedException, match="process 1 terminated with exit code 9"):
+        run_ranks(save_while_a_peer_dies, 2, source, str(tmp_path))
+    message = (tmp_path / "error.txt").read_text()
+    assert message.startswith(f"TransientError: checkpoint state at {tmp_path / 'save'}"), message
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (RuntimeError("[gloo] Connection closed by peer [fd00::1]:2"), TransientError),
+        (dist.DistNetworkError("the client socket has timed out"), TransientError),
+        (OSError(errno.ENOSPC, "No space left on device"), CheckpointError),
+        (KeyError("model.embed_tokens.weight"), CheckpointError),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+@pytest.mark.parametrize("is_reported", [False, True], ids=["raised here", "reported by a rank"])
+def test_lost_peers_and_bad_storage_are_told_apart(failure, expected, is_reported, tmp_path):
+    error = CheckpointException("write", {1: (failure, None)}) if is_reported else failure
+    with pytest.raises(expected, match=str(tmp_path)), state._storage_errors(tmp_path):
+        raise error
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def make_group(request: GenerateRequest, *, is_aborted: bool) -> GeneratedGroup:
     return GeneratedGroup(request.uid, [sample] * request.num_samples)
 
 
-def iterate_in_threads(streams: dict[Any, Any], *, poll: Any, **_: Any) -> Iterator[tuple[Any, Any]]:
+def iterate_in_threads(streams: dict[Any, Any], *, poll: Any, **_: Any) -> Iterator[tuple[Any, Any, Any]]:
     """As `waiting.iterate_streams`, over plain iterators."""
     items: queue.Queue[Any] = queue.Queue()
 
@@ -124,14 +124,14 @@ def iterate_in_threads(streams: dict[Any, Any], *, poll: Any, **_: Any) -> Itera
         if item is None:
             num_open -= 1
             continue
-        yield item
+        actor, value = item
+        yield actor, value, value
         poll()
 
 
 @pytest.fixture
 def make_runner(monkeypatch):
     monkeypatch.setattr(rollout, "iterate_streams", iterate_in_threads)
-    monkeypatch.setattr(rollout, "get_value", lambda value, actor, timeout_seconds: value)
 
     def make(engines: list[FakeEngine]) -> tuple[RolloutRunner, FakeRewards]:
         rewards = FakeRewards()
@@ -193,6 +193,30 @@ def test_a_stop_aborts_everything(make_runner):
     with pytest.raises(StopRequested):
         make_runner(engines)[0].generate(make_plan(2), on_samples=lambda _: None, poll=poll)
     assert engines[0].aborted.is_set()
+
+
+def test_a_stop_does_not_wait_for_slow_rewards(make_runner):
+    """The time until the stop's deadline is for saving the steps that are done."""
+    runner, rewards = make_runner([FakeEngine(set())])
+    plan = make_plan(2)
+    groups = runner.generate(plan, on_samples=lambda _: None, poll=lambda: None)
+    is_over, is_collecting = threading.Event(), threading.Event()
+
+    def collect(timeout_seconds: float) -> list[ScoreResult]:
+        is_collecting.set()
+        assert is_over.wait(60), "the stop waits for the rewards"
+        return []
+
+    rewards.collect = collect
+
+    def poll() -> None:
+        if is_collecting.wait(60):
+            raise StopRequested("stop")
+
+    with pytest.raises(StopRequested):
+        runner.collect(plan, groups, poll=poll)
+    assert not is_over.is_set()
+    is_over.set()
 
 
 def test_lost_groups_are_the_engines_fault(make_runner, monkeypatch):

@@ -35,7 +35,10 @@ class Rank:
             if (self.control / f"fail-{self.rank}").exists():
                 raise CheckpointError("checkpoint state at /x: No space left on device; the storage is full")
             if (self.control / f"die-{self.rank}").exists():
+                time.sleep(1)  # its peers notice first
                 sys.exit(1)
+            if (self.control / f"die-{1 - self.rank}").exists():
+                raise TransientError("checkpoint state at /x: Connection closed by peer")
             time.sleep(0.02)
         path = self.directory / f"shard-{self.rank}"
         path.write_bytes(b"weights")
@@ -146,6 +149,7 @@ def test_a_run_that_fails_otherwise_keeps_a_save_that_was_nearly_written(setting
 
 
 def test_a_lost_rank_is_named_and_hides_no_other_failure(setting):
+    """Its peer's collective breaks first, which is no failure of the storage and not the peer's fault."""
     setting.saver.start(1, {})
     setting.tell("die-1")
     with pytest.raises(TransientError, match="rank 1 is gone"):
