@@ -202,15 +202,15 @@ def test_gdpo_leaves_out_a_sample_without_a_reward():
 
 
 def test_the_overlong_penalty_of_a_sample_without_a_reward_is_nobodys_baseline():
-    lengths, rewards = [2, 9, 10], [1.0, 0.0, None]
+    lengths, rewards = [2, 9, 8, 10], [1.0, 0.0, 0.5, None]
     samples = [
         make_sample("p", i, reward=reward, scores={"a": reward, "b": 0.0}, token_ids=[3] * length)
         for i, (length, reward) in enumerate(zip(lengths, rewards, strict=True))
     ]
-    penalty = {"overlongPenalty": {"bufferTokens": 4, "factor": 2.0}, "normalizeByStd": False}
-    with_third, _ = shape(samples, advantageEstimator="GDPO", **penalty)
-    without, _ = shape(samples[:2], advantageEstimator="GDPO", **penalty)
-    for row, expected in zip(with_third, without, strict=False):
+    penalty = {"overlongPenalty": {"bufferTokens": 4, "factor": 2.0}}
+    with_excluded, _ = shape(samples, advantageEstimator="GDPO", **penalty)
+    without, _ = shape(samples[:3], advantageEstimator="GDPO", **penalty)
+    for row, expected in zip(with_excluded, without, strict=False):
         assert row.advantages.tolist() == pytest.approx(expected.advantages.tolist())
 
 
