@@ -59,7 +59,7 @@ class Model(ApiModel):
     gradient_checkpointing: Toggle = Toggle.AUTO
     """Recompute activations in the backward pass. Auto: on GPUs where the memory plan says that they do not fit."""
     compile: Toggle = Toggle.AUTO
-    """Compile the decoder blocks (torch.compile, static shapes). Auto: on GPUs, not on CPUs."""
+    """Compile the decoder blocks (torch.compile, static shapes). Auto: on GPUs with BFloat16."""
     lora: LoRA | None = None
     """Train adapters instead of all weights."""
 
