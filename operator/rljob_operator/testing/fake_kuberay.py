@@ -119,6 +119,8 @@ class FakeKubeRay:
     async def _collect_garbage(self) -> None:
         """Delete what RLJobs owned that are gone; their pods follow as those of any deleted RayCluster."""
         clusters = await self.list_clusters()  # before the jobs: what is listed here has an owner that is listed below
+        if not any(_is_garbage(cluster, set()) for cluster in clusters):
+            return  # none is owned by any RLJob; that kind need not even be installed
         jobs = await self._list(f"/apis/rljob.io/v1alpha1/namespaces/{self._namespace}/rljobs")
         uids = {job["metadata"]["uid"] for job in jobs}
         if not any(_is_garbage(cluster, uids) for cluster in clusters):
