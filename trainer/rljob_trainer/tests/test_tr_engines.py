@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from engine_conformance import PROMPTS, generate, get_tokens, make_requests
+from engine_conformance import PROMPTS, build_bucket, generate, get_tokens, make_requests
 from engine_traits import STOP_IDS, make_settings
 
-from rljob_trainer.engines.contract import FinishReason, LogProbMode, SamplingParams
+from rljob_api.v1alpha1.rollout import Engine
+from rljob_trainer.engines.actor import EngineActor
+from rljob_trainer.engines.contract import FinishReason, LogProbMode, MemoryTag, SamplingParams
 from rljob_trainer.engines.native import NativeEngine
 from rljob_trainer.engines.sampling import choose_tokens, draw_sample_noise
+from rljob_trainer.models.policy import load_causal_lm
 
 NEVER = (39_000,)
 
@@ -25,6 +28,23 @@ def start(tiny_model):
     yield start
     for engine in engines:
         engine.stop()
+
+
+def test_room_may_be_made_before_anything_was_generated_or_handed_over(tiny_model):
+    """A warm start or a load comes first; the hand-over after it brings weights and cache back by itself."""
+    actor = EngineActor(Engine.NATIVE)
+    actor.start(make_settings(tiny_model))
+    weights = [(name, tensor.detach() * 2) for name, tensor in load_causal_lm(tiny_model).named_parameters()]
+    try:
+        actor.offload([MemoryTag.KV_CACHE, MemoryTag.WEIGHTS])
+        assert set(actor.health().offloaded) == set(MemoryTag)
+        actor.begin_update(5)
+        actor.update(build_bucket(weights))
+        assert actor.end_update() == 5
+        assert actor.health().offloaded == ()
+        assert len(generate(actor, make_requests())) == len(PROMPTS)
+    finally:
+        actor.stop()
 
 
 def test_log_probs_are_taken_before_top_p():
