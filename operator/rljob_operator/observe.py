@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 # Every pod waits like this while it starts; a more telling container of the same pod comes first.
 _ORDINARY_WAITING_REASONS = frozenset({"ContainerCreating", "PodInitializing"})
-_MAX_GENERATION_DIGITS = 9
+_MAX_GENERATION_DIGITS = 8
 
 
 def parse_time(text: str | None) -> datetime:

@@ -151,7 +151,7 @@ class Dispatcher:
         numbers = {id(rank): number for number, rank in enumerate(cluster.ranks)}
         num_arrived = [0] * len(cluster.ranks)
         in_flight: dict[int, dict[Any, Actor]] = {}
-        for rank, bucket, _ in iterate_streams(
+        for rank, bucket in iterate_streams(
             streams, timeout_seconds=self._collective_seconds, what="weight sync", poll=self._poll_progress
         ):
             number = numbers[id(rank)]

@@ -35,6 +35,7 @@ from rljob_trainer.saving import CheckpointSaver
 from rljob_trainer.step_rollout import RolloutCollector, StepRollout, check_staleness
 from rljob_trainer.step_updates import Updater
 from rljob_trainer.stopping import StopSignal
+from rljob_trainer.telemetry.writers import has_evaluation
 from rljob_trainer.warm_start import run_warm_start
 
 
@@ -48,6 +49,7 @@ class Trainer:
         self._state = RunState(kl_coefficient=job.spec.algorithm.kl.coefficient)
         self._saved_step: int | None = None
         self._synced_version: int | None = None
+        self._evaluated_step: int | None = None
         """Version of the weights that the engines hold."""
         self._max_staleness_steps = compute_max_staleness_steps(job.spec.rollout)
         self._runs_ahead = self._max_staleness_steps > 0
@@ -244,9 +246,9 @@ class Trainer:
             is_due = evaluation.before_training
         else:
             is_due = evaluation.every_steps > 0 and (step == self._total_steps or step % evaluation.every_steps == 0)
-        if is_due and self._inputs.validation and self._state.evaluated_step != step:
+        if is_due and self._inputs.validation and self._evaluated_step != step:
             self._evaluate()
-            self._state.evaluated_step = step
+            self._evaluated_step = step
 
     def _evaluate(self) -> None:
         if self._runs_ahead:
@@ -277,6 +279,8 @@ class Trainer:
                     self._state.kl_coefficient = self._algorithm.kl.coefficient  # it may have been changed since
                 self._sampler.load_state_dict(self._state.sampler)
                 self._saved_step = self._state.step
+                if has_evaluation(self._directory, self._state.step):
+                    self._evaluated_step = self._state.step
             self._state.is_warm_started = True
             return
         if self._spec.warm_start is not None:

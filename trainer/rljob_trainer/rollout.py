@@ -5,17 +5,19 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rljob_trainer.data import PromptRow
 from rljob_trainer.distributed.cluster import CONTROL_GROUP, Cluster
-from rljob_trainer.distributed.waiting import iterate_streams
+from rljob_trainer.distributed.waiting import get_value, iterate_streams
 from rljob_trainer.engines.contract import FinishReason, GeneratedGroup, GenerateRequest, SamplingParams
 from rljob_trainer.errors import EngineDied, StopRequested
 from rljob_trainer.rewards import RewardService, ScoreRequest, ScoreResult
+
+FETCH_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,10 @@ class RolloutRunner:
             self._cluster.check_followers()
 
         try:
-            group: GeneratedGroup
-            for _, _, group in iterate_streams(
+            for engine, reference in iterate_streams(
                 streams, timeout_seconds=plan.timeout_seconds, what="rollout", poll=poll_all
             ):
+                group: GeneratedGroup = get_value(reference, engine, FETCH_SECONDS)
                 if len(groups) == num_wanted:
                     continue  # of the tail that was aborted
                 groups[group.uid] = group

@@ -20,7 +20,7 @@ from rljob_trainer.step_rollout import StepRollout
 
 POLL_SECONDS: Final = 0.5
 END_SECONDS: Final = 30.0
-"""For a rollout that is not needed any more: engines abort at once, rewards that are being computed are waited for."""
+"""For a rollout that is not needed any more: engines abort at once, rewards that are being computed are left."""
 
 Collect = Callable[[int, Callable[[], None]], StepRollout]
 """(step, poll) -> samples of the step."""

@@ -20,8 +20,6 @@ class RunState:
     num_critic_nan_steps_in_a_row: int = 0
     """Apart from the policy's: a healthy critic must not hide a policy that never updates."""
     num_tokens_total: int = 0
-    evaluated_step: int | None = None
-    """Step of the last evaluation that was finished: a stop may have cut short that of `step`."""
     is_warm_started: bool = False
     base_model: str = ""
     """Fingerprint of the weights that adapters belong to; empty without `model.lora`."""

@@ -102,7 +102,7 @@ def test_a_pod_whose_labels_were_replaced_is_never_taken_for_a_current_one():
     assert (pod.cluster_generation, pod.role) == (0, PodRole.HEAD)
 
 
-@pytest.mark.parametrize(("text", "want"), [("7", 7), ("999999999", 999999999), ("1000000000", 0), ("-1", 0), ("", 0)])
+@pytest.mark.parametrize(("text", "want"), [("7", 7), ("99999999", 99999999), ("999999999", 0), ("-1", 0), ("", 0)])
 def test_a_generation_label_with_more_digits_than_a_name_has_room_for_is_damaged(text: str, want: int):
     """New clusters are numbered above it: 40 characters of the job's name, a hyphen, 53 in all."""
     document = make_pod()

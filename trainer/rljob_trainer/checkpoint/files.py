@@ -251,10 +251,10 @@ def discard(temporary: Path) -> None:
 def prune(directory: Path, keep_last: int, published_step: int) -> list[int]:
     """Delete all but the newest `keep_last` complete checkpoints up to `published_step`; returns the steps deleted.
 
-    The checkpoint just published is always kept. A run starts from the newest undamaged checkpoint, so directories of
-    later steps are what it skipped, and reported, as incomplete or damaged: they are deleted, since one whose files
-    still have the recorded sizes would count as complete and cost a good one its place. Older directories without a
-    manifest are what a deletion that was cut short left behind; they go as well.
+    The checkpoint just published is always kept. A run starts from the newest undamaged checkpoint, so one of a later
+    step whose files have the recorded sizes was skipped, and reported, for its checksums: it goes, or it would count as
+    complete and cost a good one its place. Directories without a manifest are what a save or a deletion that was cut
+    short left behind; they go as well. A manifest that cannot be read may be another version's, and stays.
 
     Raises:
         CheckpointError: they cannot be deleted.
@@ -273,9 +273,9 @@ def _prune(directory: Path, keep_last: int, published_step: int) -> list[int]:
     kept = [step for step in complete if step <= published_step][:keep_last]
     deleted: list[int] = []
     for step, path in found:
-        is_skipped, is_remains = step > published_step, not (path / MANIFEST_FILE).exists()
-        if not (is_skipped or is_remains or (step in complete and step not in kept)):
-            continue
+        is_remains = not (path / MANIFEST_FILE).exists()
+        if not is_remains and (step not in complete or step in kept):
+            continue  # one that this version cannot read may be another version's
         # Manifest first: a deletion cut short must not look like a checkpoint.
         (path / MANIFEST_FILE).unlink(missing_ok=True)
         shutil.rmtree(path)

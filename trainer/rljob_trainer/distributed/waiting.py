@@ -10,14 +10,13 @@ from typing import Any, Final
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.experimental import get_object_locations
 
 from rljob_trainer.distributed.process_group import is_broken_collective
 from rljob_trainer.errors import EngineDied, GPUMemoryError, TrainerError, TransientError
 
 POLL_SECONDS: Final = 0.5
 CAUSE_SECONDS: Final = 15.0
-FETCH_SECONDS: Final = 60.0
-"""For a value that exists, perhaps on another node."""
 PROBE_SECONDS: Final = 5.0
 PROBE_METHOD: Final = "count_progress"
 PROBE_GROUP: Final = "control"
@@ -127,11 +126,8 @@ def iterate_streams(
     timeout_seconds: float,
     what: str,
     poll: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[Actor, Any, Any]]:
-    """(actor, reference, value) for each item of several streaming generators, as they come.
-
-    Values are looked at here: a generator that fails ends with an item that is its failure, and handed on unseen it
-    would look like the failure of whoever got it.
+) -> Iterator[tuple[Actor, Any]]:
+    """(actor, reference) for each item of several streaming generators, as they come.
 
     Raises:
         TransientError, EngineDied: as `wait_for_all`.
@@ -144,19 +140,25 @@ def iterate_streams(
             actor = streams[stream]
             try:
                 reference = next(stream)
-                value = ray.get(reference, timeout=FETCH_SECONDS)
+                _raise_if_failure(reference)
             except StopIteration:
                 open_streams.remove(stream)
                 continue
-            except GetTimeoutError as error:
-                raise _late([actor], FETCH_SECONDS, what) from error
             except (RayTaskError, RayActorError, ObjectLostError, OutOfMemoryError) as error:
                 suspects = {other.completed(): streams[other] for other in open_streams if other is not stream}
                 raise _find_cause(error, translate_error(error, actor), suspects, what) from error
-            yield actor, reference, value
+            yield actor, reference
         poll()
         if open_streams and time.monotonic() > deadline:
             raise _late([streams[stream] for stream in open_streams], timeout_seconds, what)
+
+
+def _raise_if_failure(reference: Any) -> None:
+    """A generator that fails ends with an item that is its failure; handed on, that would look like the failure of
+    whoever got it. Small values and failures are in this process already; large ones, such as buckets of weights in
+    host memory, stay where they are."""
+    if not get_object_locations([reference]).get(reference, {}).get("node_ids"):
+        ray.get(reference)
 
 
 def get_value(reference: Any, actor: Actor, timeout_seconds: float) -> Any:

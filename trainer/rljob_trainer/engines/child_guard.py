@@ -8,17 +8,17 @@ farewell means that the actor is gone.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 _FAREWELL: Final = b"."
 END_SECONDS: Final = 5.0
+POLL_SECONDS: Final = 0.05
 KILLED_SECONDS: Final = 30.0
 """For the driver to free the memory of a GPU while its process ends."""
 SHARED_PROCESSES: Final = (b"resource_tracker", b"torch_shm_manager")
@@ -44,14 +44,14 @@ def list_descendants(pid: int) -> list[tuple[int, int]]:
 
 def read_start_time(pid: int) -> int | None:
     """Clock ticks after boot at which the process started; None when it is gone or a zombie."""
-    state, started = _read_state(pid)
+    state, started = _read_state(Path(f"/proc/{pid}"))
     return None if state in "ZX" else started
 
 
-def _read_state(pid: int) -> tuple[str, int | None]:
-    """The letter of its first thread, X when it is gone, and when it started."""
+def _read_state(directory: Path) -> tuple[str, int | None]:
+    """Of a process (its first thread) or a thread in /proc: its letter, X when it is gone, and when it started."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (directory / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "X", None
     return fields[0], int(fields[19])
@@ -70,46 +70,34 @@ def end_processes(processes: list[tuple[int, int]], timeout_seconds: float = END
     A process has ended when its last thread has: the first one can be gone (a zombie) while another still holds memory
     of a GPU.
     """
-    with ExitStack() as stack:
-        running = {}
-        for pid, started in processes:
-            handle = _open_handle(pid, started)
-            if handle is not None:
-                stack.callback(os.close, handle)
-                running[handle] = pid
-        running = _signal_and_wait(running, signal.SIGTERM, timeout_seconds)
-        killed = sorted(running.values())
-        running = _signal_and_wait(running, signal.SIGKILL, KILLED_SECONDS)
-        for pid in running.values():
-            print(f"process {pid} still runs {KILLED_SECONDS:.0f} s after SIGKILL", file=sys.stderr, flush=True)
-        return killed
+    running = _signal_and_wait(processes, signal.SIGTERM, timeout_seconds)
+    killed = sorted(pid for pid, _ in running)
+    for pid, _ in _signal_and_wait(running, signal.SIGKILL, KILLED_SECONDS):
+        print(f"process {pid} still runs {KILLED_SECONDS:.0f} s after SIGKILL", file=sys.stderr, flush=True)
+    return killed
 
 
-def _open_handle(pid: int, started: int) -> int | None:
-    """A pidfd: names this very process, and is readable once all of its threads have ended."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-    if _read_state(pid)[1] == started:
-        return handle
-    os.close(handle)
-    return None
-
-
-def _signal_and_wait(handles: dict[int, int], signal_number: int, timeout_seconds: float) -> dict[int, int]:
-    """Of pid by pidfd, those that still run after the time."""
-    poll = select.poll()
-    for handle in handles:
-        poll.register(handle, select.POLLIN)
+def _signal_and_wait(
+    processes: list[tuple[int, int]], signal_number: int, timeout_seconds: float
+) -> list[tuple[int, int]]:
+    """Those that still run after the time."""
+    running = [process for process in processes if _has_threads(*process)]
+    for pid, _ in running:
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(handle, signal_number)
-    running, deadline = dict(handles), time.monotonic() + timeout_seconds
-    while running and (left := deadline - time.monotonic()) > 0:
-        for handle, _ in poll.poll(1000 * left):
-            poll.unregister(handle)
-            del running[handle]
+            os.kill(pid, signal_number)
+    deadline = time.monotonic() + timeout_seconds
+    while running and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        running = [process for process in running if _has_threads(*process)]
     return running
+
+
+def _has_threads(pid: int, started: int) -> bool:
+    """Whether any thread of this very process has not ended. A pidfd would say so too, but not every Python and every
+    sandbox has them."""
+    if _read_state(Path(f"/proc/{pid}"))[1] != started:
+        return False
+    return any(_read_state(task)[0] not in "ZX" for task in Path(f"/proc/{pid}/task").glob("*"))
 
 
 class ChildGuard:

@@ -9,9 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from rljob_api.names import METRICS_FILE, SAMPLES_FILE
+
+EVALUATION_KEY: Final = "evaluation_reward_mean"
+"""Rows of metrics.jsonl with this key are evaluations."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,11 @@ def to_strict_json(value: Any) -> Any:
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """All lines of `metrics.jsonl`, in order; an unfinished last line is left out."""
     return [json.loads(line) for line in _read_kept_lines(directory / METRICS_FILE, None, keep_all=True)]
+
+
+def has_evaluation(directory: Path, step: int) -> bool:
+    """Whether the evaluation after `step` was finished: a stop may have cut it short."""
+    return any(row["step"] == step and EVALUATION_KEY in row for row in read_metrics(directory))
 
 
 def _read_kept_lines(path: Path, resumed_from_step: int | None, *, keep_all: bool = False) -> Iterable[str]:

@@ -152,6 +152,17 @@ def test_retention_keeps_what_was_just_published_instead_of_a_newer_damaged_one(
     assert len(files.list_step_directories(tmp_path)) == keep_last
 
 
+def test_retention_leaves_what_another_version_wrote(tmp_path):
+    """Read by the version that wrote it, these may be days of training."""
+    for step, change in ((20, {"version": 99}), (30, {"a_field_of_later": 1})):
+        manifest = save(tmp_path, step).path / files.MANIFEST_FILE
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    assert newest(tmp_path)[0] is None
+    save(tmp_path, 5)
+    assert files.prune(tmp_path, 1, 5) == []
+    assert [path.name for path in files.list_step_directories(tmp_path)] == ["step-30", "step-20", "step-5"]
+
+
 def test_publishing_replaces_an_incomplete_directory_of_the_same_step(tmp_path):
     damage_no_manifest(save(tmp_path, 40).path)
     save(tmp_path, 40, b"again")

@@ -62,7 +62,7 @@ def make(monkeypatch):
 
         def iterate(streams, **_):
             assert list(streams.values()) == cluster.ranks, "every rank takes part in the gathers"
-            yield from ((cluster.ranks[rank], bucket, None) for rank, bucket in arrivals)
+            yield from ((cluster.ranks[rank], bucket) for rank, bucket in arrivals)
 
         monkeypatch.setattr(dispatch, "iterate_streams", iterate)
         monkeypatch.setattr(

@@ -1,5 +1,6 @@
 """The order of what the loop asks for before the first step, and what a stopped run catches up on."""
 
+import json
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -7,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from rljob_api.names import METRICS_FILE
 from rljob_trainer import loop
 from rljob_trainer.data import SupervisedRow
 from rljob_trainer.errors import NumericalError, StopRequested
 from rljob_trainer.loop import Trainer
 from rljob_trainer.resume import ResumePoint
 from rljob_trainer.run_state import RunState
+from rljob_trainer.telemetry.writers import EVALUATION_KEY
 
 TOTAL_STEPS = 4
 WARM_START = {"warm_start": {"supervised": {"data": ["warm.jsonl"], "steps": 3, "rows_per_step": 2}}}
@@ -37,11 +40,12 @@ class Dispatcher:
 
 
 class Reporter:
-    """Takes everything."""
+    """Takes everything, and writes evaluations where a resumed run looks for them."""
 
-    def __init__(self, calls):
+    def __init__(self, calls, metrics):
         self.notes = []
         self.calls = calls
+        self.metrics = metrics
 
     def __getattr__(self, _):
         return lambda *_, **__: None
@@ -54,12 +58,14 @@ class Reporter:
 
     def report_evaluation(self, step, *_):
         self.calls.append(f"evaluated {step}")
+        with self.metrics.open("a") as file:
+            file.write(json.dumps({"step": step, EVALUATION_KEY: 0.5}) + "\n")
 
 
 class Loop(Trainer):
     """A trainer whose engines, ranks and storage are notes in `calls`; `saved` is what a resumed run reads."""
 
-    def __init__(self, make_job, directory, *, stop_in_evaluation=None, is_finite=(), **sections):
+    def __init__(self, make_job, directory, *, stop_in_evaluation=None, stop_in_step=None, is_finite=(), **sections):
         spec = {
             "evaluation": {"every_steps": 2},
             "checkpoint": {"every_steps": 0, "export_every_steps": 2, "export_at_end": False},
@@ -67,9 +73,8 @@ class Loop(Trainer):
         spec |= sections.pop("spec", {})
         job = make_job(run_directory=str(directory), spec=spec, **sections)
         self.calls = []
-        super().__init__(
-            job, Reporter(self.calls), SimpleNamespace(raise_if_requested=lambda: None, is_requested=False)
-        )
+        reporter = Reporter(self.calls, directory / METRICS_FILE)
+        super().__init__(job, reporter, SimpleNamespace(raise_if_requested=lambda: None, is_requested=False))
         self.saved = None
         self._dispatcher = Dispatcher(self.calls, is_finite)
         self._total_steps = TOTAL_STEPS
@@ -83,7 +88,7 @@ class Loop(Trainer):
             collect=lambda: None, wait=lambda: None, start=lambda step, state: setattr(self, "saved", state)
         )
         self._collector = SimpleNamespace(evaluate=self._sample_validation)
-        self._stop_in_evaluation = stop_in_evaluation
+        self._stop_in_evaluation, self._stop_in_step = stop_in_evaluation, stop_in_step
 
     def _sample_validation(self, step, **_):
         if step == self._stop_in_evaluation:
@@ -91,6 +96,8 @@ class Loop(Trainer):
         return []
 
     def _train_step(self, step):
+        if step == self._stop_in_step:
+            raise StopRequested("SIGTERM")
         self.calls.append(f"trained {step}")
         self._state.step = step
 
@@ -165,17 +172,30 @@ def test_a_resumed_run_repeats_the_evaluation_that_a_stop_cut_short(make_job, tm
         first.train()
     assert first.saved is not None
     assert first.saved["step"] == stopped_at
-    second = Loop(make_job, tmp_path).train(resume_from(first.saved, monkeypatch))
-    assert [*list_results(first.calls), *list_results(second)] == UNINTERRUPTED
+    # A stop before the next step is done saves nothing new; what was made up is not made up again.
+    second = Loop(make_job, tmp_path, stop_in_step=stopped_at + 1)
+    with pytest.raises(StopRequested) if stopped_at < TOTAL_STEPS else nullcontext():
+        second.train(resume_from(first.saved, monkeypatch))
+    assert second.saved is None
+    third = Loop(make_job, tmp_path).train(resume_from(first.saved, monkeypatch))
+    exported = [] if stopped_at == 0 else [f"exported {stopped_at}"]  # `_export` looks whether it is there
+    assert [
+        *list_results(first.calls),
+        *list_results(second.calls),
+        *list_results(third)[len(exported) :],
+    ] == UNINTERRUPTED
 
 
 def test_a_resumed_run_does_not_repeat_an_evaluation_that_was_finished(make_job, tmp_path, monkeypatch):
     whole = Loop(make_job, tmp_path)
     assert list_results(whole.train()) == UNINTERRUPTED
-    assert whole.saved["evaluated_step"] == whole.saved["step"] == TOTAL_STEPS
+    assert whole.saved["step"] == TOTAL_STEPS
     for state, expected in (
         (whole.saved, []),
-        (asdict(RunState(step=3, evaluated_step=2, is_warm_started=True)), ["trained 4", "evaluated 4"]),
+        (
+            asdict(RunState(step=1, is_warm_started=True)),
+            ["trained 2", "evaluated 2", "trained 3", "trained 4", "evaluated 4"],
+        ),
     ):
         again = Loop(make_job, tmp_path, spec={"checkpoint": {"every_steps": 0, "export_at_end": False}})
         assert list_results(again.train(resume_from(state, monkeypatch))) == expected

@@ -107,7 +107,7 @@ def make_group(request: GenerateRequest, *, is_aborted: bool) -> GeneratedGroup:
     return GeneratedGroup(request.uid, [sample] * request.num_samples)
 
 
-def iterate_in_threads(streams: dict[Any, Any], *, poll: Any, **_: Any) -> Iterator[tuple[Any, Any, Any]]:
+def iterate_in_threads(streams: dict[Any, Any], *, poll: Any, **_: Any) -> Iterator[tuple[Any, Any]]:
     """As `waiting.iterate_streams`, over plain iterators."""
     items: queue.Queue[Any] = queue.Queue()
 
@@ -124,14 +124,14 @@ def iterate_in_threads(streams: dict[Any, Any], *, poll: Any, **_: Any) -> Itera
         if item is None:
             num_open -= 1
             continue
-        actor, value = item
-        yield actor, value, value
+        yield item
         poll()
 
 
 @pytest.fixture
 def make_runner(monkeypatch):
     monkeypatch.setattr(rollout, "iterate_streams", iterate_in_threads)
+    monkeypatch.setattr(rollout, "get_value", lambda value, actor, timeout_seconds: value)
 
     def make(engines: list[FakeEngine]) -> tuple[RolloutRunner, FakeRewards]:
         rewards = FakeRewards()
