@@ -29,7 +29,8 @@ if [ ! -f "$environment/.complete" ]; then
   rm -rf "$environment"
   echo "$0: building $environment" >&2
   "$uv" venv --quiet --python "$python" "$environment" >&2
-  "$uv" pip sync --quiet --python "$environment/bin/python" --require-hashes "$lock" >&2
+  # Each of an engine's processes would compile torch anew where Python may not write into its packages.
+  "$uv" pip sync --quiet --compile-bytecode --python "$environment/bin/python" --require-hashes "$lock" >&2
   touch "$environment/.complete"
 fi
 case $name in
