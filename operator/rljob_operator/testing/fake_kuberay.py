@@ -123,8 +123,8 @@ class FakeKubeRay:
             return  # none is owned by any RLJob; that kind need not even be installed
         jobs = await self._list(f"/apis/rljob.io/v1alpha1/namespaces/{self._namespace}/rljobs")
         uids = {job["metadata"]["uid"] for job in jobs}
-        if not any(_is_garbage(cluster, uids) for cluster in clusters):
-            return
+        if not self.collects_garbage or not any(_is_garbage(cluster, uids) for cluster in clusters):
+            return  # the switch may have been turned while the jobs were listed
         for kind in _OWNED_KINDS:
             path = f"/{kind.format(self._namespace)}"
             for document in await self._list(path):

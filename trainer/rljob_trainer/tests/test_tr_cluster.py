@@ -252,6 +252,8 @@ def test_a_dead_rank_is_blamed_not_its_peer_whose_collective_broke(workers):
 def test_a_rank_that_hangs_in_a_collective_is_blamed_not_the_one_that_waits_for_it(workers):
     store, rendezvous = start_store("127.0.0.1", 2, 60)
     waiting, silent = workers("rank 0", kind=Member), workers("rank 1 (node fd00::2)", kind=Member)
+    # Both have started: they meet within the time that a collective has here.
+    ray.get([actor.handle.answer.remote(0) for actor in (waiting, silent)], timeout=120)
     ray.get([actor.handle.join.remote(rank, rendezvous) for rank, actor in enumerate((waiting, silent))], timeout=120)
     references = {waiting.handle.reduce.remote(): waiting, silent.handle.hang.remote(): silent}
     with pytest.raises(
