@@ -49,8 +49,8 @@ class Trainer:
         self._state = RunState(kl_coefficient=job.spec.algorithm.kl.coefficient)
         self._saved_step: int | None = None
         self._synced_version: int | None = None
-        self._evaluated_step: int | None = None
         """Version of the weights that the engines hold."""
+        self._evaluated_step: int | None = None
         self._max_staleness_steps = compute_max_staleness_steps(job.spec.rollout)
         self._runs_ahead = self._max_staleness_steps > 0
         self._uses_reference = self._algorithm.kl.placement is not KLPlacement.NONE

@@ -40,6 +40,18 @@ def one_rank():
 
 
 @pytest.fixture(scope="module")
+def actor_ray(request):
+    """A Ray of this process, for actors whose classes stand in the test file."""
+    import ray
+
+    # Ray's workers cannot import it: there is no package here.
+    ray.cloudpickle.register_pickle_by_value(request.module)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
 def assets(tmp_path_factory):
     """Model, prompts and a reward function for whole runs."""
     from tr_run import make_assets

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 import time
 from types import SimpleNamespace
 
@@ -196,17 +195,12 @@ class Member(Worker):
 
 
 @pytest.fixture(scope="module")
-def workers():
-    # Ray's workers cannot import this module: there is no package here.
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-
+def workers(actor_ray):
     def make(label, is_engine=False, kind=Worker):
         actor = ray.remote(num_cpus=0)(kind).remote()
         return Actor(actor, label, "node", is_engine=is_engine, describe_log=lambda: "last lines: last words")
 
-    yield make
-    ray.shutdown()
+    return make
 
 
 @pytest.mark.ray

@@ -45,14 +45,6 @@ class Rank:
         return [compute_file_record(self.directory, path)]
 
 
-@pytest.fixture(scope="module")
-def started_ray():
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    yield
-    ray.shutdown()
-
-
 class Setting:
     """A saver over two ranks, and what it told the loop."""
 
@@ -88,7 +80,7 @@ class Setting:
 
 
 @pytest.fixture
-def setting(started_ray, make_job, tmp_path):
+def setting(actor_ray, make_job, tmp_path):
     setting = Setting(make_job, tmp_path)
     yield setting
     for actor in setting.actors:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -66,17 +65,8 @@ class HungRank(TrainWorker):
         threading.Event().wait()
 
 
-@pytest.fixture(scope="module")
-def started_ray():
-    # Ray's workers cannot import this module: there is no package here.
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    yield
-    ray.shutdown()
-
-
 @pytest.mark.ray
-def test_ranks_and_engines_tell_where_they_are_and_who_does_not_is_named(started_ray, tmp_path, make_job):
+def test_ranks_and_engines_tell_where_they_are_and_who_does_not_is_named(actor_ray, tmp_path, make_job):
     job = make_job(run_directory=str(tmp_path))
     rank_class = ray.remote(num_cpus=0, concurrency_groups={PROBE_GROUP: 1})(HungRank)
     engine_class = ray.remote(num_cpus=0, concurrency_groups={PROBE_GROUP: 2})(EngineActor)
