@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
 UV := $(BIN)/uv
 LOCK := requirements/dev.txt
+# Where it is set each of the many processes of a run would compile the sources and tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## Show this help

@@ -11,7 +11,8 @@ import pytest_asyncio
 from argocd import judge_health
 from kstatus import compute_status
 
-from rljob_operator.testing.envtest import Envtest, envtest  # noqa: F401 - fixture
+from rljob_operator.testing.envtest import Envtest
+from rljob_operator.testing.envtest_fixtures import envtest  # noqa: F401 - fixture
 from rljob_operator.testing.fake_ray import Script
 from rljob_operator.testing.world import World, open_world
 

@@ -21,10 +21,10 @@ from rljob_operator.testing.envtest import (
     Envtest,
     EnvtestUnavailableError,
     apply_crd,
-    bare_envtest,  # noqa: F401 - fixture
     find_kuberay_crd,
     find_rljob_crd,
 )
+from rljob_operator.testing.envtest_fixtures import bare_envtest  # noqa: F401 - fixture
 from rljob_operator.testing.world import World, open_world
 
 pytestmark = pytest.mark.integration

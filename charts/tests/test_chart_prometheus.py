@@ -29,7 +29,8 @@ import pytest_asyncio
 import yaml
 from chart_tools import CHART, REPOSITORY, substitute_variables
 
-from rljob_operator.testing.envtest import Envtest, envtest  # noqa: F401 - fixture
+from rljob_operator.testing.envtest import Envtest
+from rljob_operator.testing.envtest_fixtures import envtest  # noqa: F401 - fixture
 from rljob_operator.testing.world import World, open_world
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]

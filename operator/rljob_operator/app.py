@@ -195,7 +195,11 @@ class Operator:
         return Reconciler(kube, gatherer, executor, events, self.metrics, pod_history, self._hooks.crash_point)
 
     def _make_scheduler(self, reconciler: Reconciler) -> Scheduler:
-        return Scheduler(reconciler.reconcile, concurrency=self.settings.reconcile_concurrency, on_failure=_log_failure)
+        async def reconcile(key: Key) -> float | None:
+            delay, longest = await reconciler.reconcile(key), self._hooks.longest_wait_seconds
+            return delay if delay is None or longest is None else min(delay, longest)
+
+        return Scheduler(reconcile, concurrency=self.settings.reconcile_concurrency, on_failure=_log_failure)
 
 
 class _ForeignTasks(Collection[asyncio.Task[Any]]):

@@ -37,7 +37,9 @@ class Snapshot:
     """Watch events of this job before the read."""
 
     def is_current(self, num_events: int, now: float) -> bool:
-        """Whether nothing happened since, as far as is known."""
+        """Whether nothing happened since, as far as is known. No event tells that KubeRay was installed."""
+        if self.ray_clusters is None:
+            return False
         return self.num_events == num_events and now - self.read_at < MAX_SNAPSHOT_AGE_SECONDS
 
 

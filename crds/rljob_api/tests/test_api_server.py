@@ -19,7 +19,8 @@ from rljob_api.load import load_documents, parse_job
 from rljob_api.rules import check_job
 from rljob_api.testing import make_document
 from rljob_api.v1alpha1 import RLJobSpec
-from rljob_operator.testing.envtest import Envtest, envtest  # noqa: F401 - fixture
+from rljob_operator.testing.envtest import Envtest
+from rljob_operator.testing.envtest_fixtures import envtest  # noqa: F401 - fixture
 
 pytestmark = pytest.mark.integration
 

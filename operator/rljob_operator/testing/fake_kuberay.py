@@ -23,6 +23,9 @@ from rljob_operator.testing.envtest import Envtest
 from rljob_operator.testing.fake_ray import FakeRay
 
 _POLL_SECONDS: Final = 0.1
+_WATCHED_KINDS: Final = ("apis/ray.io/v1", "rayclusters"), ("api/v1", "pods"), ("apis/rljob.io/v1alpha1", "rljobs")
+_METADATA_ONLY: Final = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+_MAX_EVENT_BYTES: Final = 2**22
 _MERGE_PATCH: Final = "application/merge-patch+json"
 _OWNED_KINDS: Final = (
     "apis/ray.io/v1/namespaces/{}/rayclusters",
@@ -43,6 +46,7 @@ class FakeKubeRay:
         self._ray = ray
         self._session: aiohttp.ClientSession | None = None
         self._task: asyncio.Task[None] | None = None
+        self._has_changed = True
         self.is_installed = True
         """False: as if there were no KubeRay at all."""
         self.unschedulable = False
@@ -99,21 +103,52 @@ class FakeKubeRay:
         await self.request("PATCH", path, {"status": dict(status)}, _MERGE_PATCH)
 
     async def _run(self) -> None:
-        while True:
-            if not self.is_installed:
+        async with asyncio.TaskGroup() as group:
+            for api, plural in _WATCHED_KINDS:
+                group.create_task(self._watch(f"/{api}/namespaces/{self._namespace}/{plural}"))
+            last: object = None
+            while True:
+                # What a round depends on besides the objects.
+                switches = (self.collects_garbage, self.finishes_deletions, frozenset(self._ray.heads))
+                if self.is_installed and (self._has_changed or switches != last):
+                    self._has_changed, last = False, switches
+                    await self._go_round()
                 await asyncio.sleep(_POLL_SECONDS)
-                continue
-            if self.collects_garbage:
-                await self._collect_garbage()
-            clusters, pods = await asyncio.gather(self.list_clusters(), self.list_pods())
-            living = {cluster["metadata"]["uid"] for cluster in clusters}
-            for pod in pods:
-                owner = pod["metadata"]["ownerReferences"][0]
-                if owner["uid"] not in living:
+
+    async def _go_round(self) -> None:
+        if self.collects_garbage:
+            await self._collect_garbage()
+        clusters, pods = await asyncio.gather(self.list_clusters(), self.list_pods())
+        living = {cluster["metadata"]["uid"] for cluster in clusters}
+        for pod in pods:
+            owner = pod["metadata"]["ownerReferences"][0]
+            if owner["uid"] not in living:
+                with self._tolerate_races():
                     await self._remove_pod(pod, owner["name"])
-            for cluster in clusters:
-                with _tolerate_races():
-                    await self._reconcile(cluster, [p for p in pods if _is_labelled(p, cluster)])
+        for cluster in clusters:
+            with self._tolerate_races():
+                await self._reconcile(cluster, [p for p in pods if _is_labelled(p, cluster)])
+
+    async def _watch(self, path: str) -> None:
+        """Tells of changes, not which: listing in every round instead was half of what tests cost."""
+        assert self._session is not None
+        options: dict[str, Any] = {
+            "params": {"watch": "true"},
+            "headers": {"Accept": _METADATA_ONLY},
+            "timeout": aiohttp.ClientTimeout(total=None),
+            "read_bufsize": _MAX_EVENT_BYTES,
+        }
+        while True:
+            if self.is_installed:
+                async with self._session.get(path, **options) as response:
+                    if response.status == 200:
+                        async for line in response.content:
+                            # Of the jobs only their end matters; their status changes all the time.
+                            if not path.endswith("/rljobs") or json.loads(line)["type"] == "DELETED":
+                                self._has_changed = True
+                        self._has_changed = True
+                    elif response.status != 404:  # 404: a definition that is installed later
+                        raise RuntimeError(f"watch of {path}: {response.status} {await response.text()}")
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _collect_garbage(self) -> None:
@@ -130,18 +165,17 @@ class FakeKubeRay:
             for document in await self._list(path):
                 if _is_garbage(document, uids):
                     options = {"preconditions": {"uid": document["metadata"]["uid"]}}
-                    with _tolerate_races():
+                    with self._tolerate_races():
                         await self.request("DELETE", f"{path}/{document['metadata']['name']}", options)
 
     async def _remove_pod(self, pod: Mapping[str, Any], cluster: str) -> None:
         metadata = pod["metadata"]
-        with _tolerate_races():
-            if self.finishes_deletions:
-                if metadata["labels"]["ray.io/node-type"] == "head":
-                    self._ray.stop_head(self._namespace, cluster)
-                await self.delete_pod(metadata["name"])
-            elif "deletionTimestamp" not in metadata:
-                await self.request("DELETE", f"/api/v1/namespaces/{self._namespace}/pods/{metadata['name']}")
+        if self.finishes_deletions:
+            if metadata["labels"]["ray.io/node-type"] == "head":
+                self._ray.stop_head(self._namespace, cluster)
+            await self.delete_pod(metadata["name"])
+        elif "deletionTimestamp" not in metadata:
+            await self.request("DELETE", f"/api/v1/namespaces/{self._namespace}/pods/{metadata['name']}")
 
     async def _reconcile(self, cluster: dict[str, Any], pods: list[dict[str, Any]]) -> None:
         name = cluster["metadata"]["name"]
@@ -247,6 +281,16 @@ class FakeKubeRay:
         secret = await self.request("GET", path)
         return base64.b64decode(secret["data"]["auth_token"]).decode()
 
+    @contextmanager
+    def _tolerate_races(self) -> Iterator[None]:
+        """An object that vanished or changed under our hands is looked at again in the next round."""
+        try:
+            yield
+        except aiohttp.ClientResponseError as error:
+            if error.status not in (404, 409):
+                raise
+            self._has_changed = True
+
     async def _list(self, path: str) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = (await self.request("GET", path))["items"]
         return items
@@ -264,16 +308,6 @@ class FakeKubeRay:
                 )
             document: dict[str, Any] = await response.json()
             return document
-
-
-@contextmanager
-def _tolerate_races() -> Iterator[None]:
-    """An object that vanished or changed under our hands is looked at again in the next round."""
-    try:
-        yield
-    except aiohttp.ClientResponseError as error:
-        if error.status not in (404, 409):
-            raise
 
 
 def _is_labelled(pod: Mapping[str, Any], cluster: Mapping[str, Any]) -> bool:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest_asyncio
 
-from rljob_operator.testing.envtest import Envtest, envtest  # noqa: F401 - fixture
+from rljob_operator.testing.envtest import Envtest
+from rljob_operator.testing.envtest_fixtures import envtest  # noqa: F401 - fixture
 
 if TYPE_CHECKING:
     from rljob_operator.testing.world import World

@@ -15,7 +15,7 @@ from rljob_operator.testing.world import Killer, World, open_world
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-NUM_AT_ONCE = 8
+NUM_AT_ONCE = 16
 TIMEOUT_SECONDS = 240.0
 
 Scripts = Callable[[int], Script]

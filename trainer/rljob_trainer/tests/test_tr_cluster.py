@@ -196,30 +196,38 @@ class Member(Worker):
 
 @pytest.fixture(scope="module")
 def workers(actor_ray):
-    def make(label, is_engine=False, kind=Worker):
-        actor = ray.remote(num_cpus=0)(kind).remote()
-        return Actor(actor, label, "node", is_engine=is_engine, describe_log=lambda: "last lines: last words")
+    def make(label, is_engine=False, kind=Worker, handle=None):
+        handle = handle or ray.remote(num_cpus=0)(kind).remote()
+        return Actor(handle, label, "node", is_engine=is_engine, describe_log=lambda: "last lines: last words")
 
     return make
 
 
+@pytest.fixture(scope="module")
+def pair(workers):
+    """Two that serve several tests: none of them leaves its worker dead or hanging."""
+    handles = [ray.remote(num_cpus=0)(Worker).remote() for _ in range(2)]
+    ray.get([handle.answer.remote(0) for handle in handles])
+    return lambda *labels: [workers(label, handle=handle) for label, handle in zip(labels, handles, strict=False)]
+
+
 @pytest.mark.ray
-def test_answers_come_in_order(workers):
-    first, second = workers("rank 0"), workers("rank 1")
+def test_answers_come_in_order(pair):
+    first, second = pair("rank 0", "rank 1")
     references = {second.handle.answer.remote(2): second, first.handle.answer.remote(1): first}
     assert wait_for_all(references, timeout_seconds=60, what="test") == [2, 1]
 
 
 @pytest.mark.ray
-def test_a_typed_failure_of_an_actor_arrives_as_it_was(workers):
-    actor = workers("rank 0")
+def test_a_typed_failure_of_an_actor_arrives_as_it_was(pair):
+    (actor,) = pair("rank 0")
     with pytest.raises(DataError, match=r"^spec\.data\.train\[0\]: nothing there$"):
         wait_for_all({actor.handle.fail.remote(): actor}, timeout_seconds=60, what="test")
 
 
 @pytest.mark.ray
-def test_an_untyped_failure_keeps_its_traceback(workers):
-    actor = workers("rank 0")
+def test_an_untyped_failure_keeps_its_traceback(pair):
+    (actor,) = pair("rank 0")
     with pytest.raises(RuntimeError, match=r"(?s)rank 0: .*KeyError"):
         wait_for_all({actor.handle.crash.remote(): actor}, timeout_seconds=60, what="test")
 
@@ -234,9 +242,10 @@ def test_a_dead_rank_is_named_although_another_hangs(workers):
 
 
 @pytest.mark.ray
-def test_a_dead_rank_is_blamed_not_its_peer_whose_collective_broke(workers):
-    dying, peer = workers("rank 1"), workers("rank 0")
-    ray.get([actor.handle.answer.remote(0) for actor in (dying, peer)])
+def test_a_dead_rank_is_blamed_not_its_peer_whose_collective_broke(workers, pair):
+    (peer,) = pair("rank 0")
+    dying = workers("rank 1")
+    ray.get(dying.handle.answer.remote(0))
     references = {peer.handle.crash.remote(): peer, dying.handle.die_later.remote(): dying}
     with pytest.raises(TransientError, match="rank 1 is gone"):
         wait_for_all(references, timeout_seconds=60, what="test")
@@ -271,7 +280,7 @@ def test_an_aborted_collective_is_told_at_the_end_of_the_work(one_rank, monkeypa
 @pytest.mark.ray
 def test_a_rank_that_never_joins_is_named(workers):
     store, rendezvous = start_store("127.0.0.1", 2, 60)
-    joining, absent = workers("rank 0", kind=Member), workers("rank 1 (node fd00::2)", kind=Member)
+    joining, absent = workers("rank 0", kind=Member), workers("rank 1 (node fd00::2)")
     references = {joining.handle.join.remote(0, rendezvous): joining, absent.handle.hang.remote(): absent}
     with pytest.raises(
         TransientError, match=r"no answer from rank 1 \(node fd00::2\); rank 0 of 2 could not meet"
@@ -308,9 +317,10 @@ def test_a_dead_engine_is_an_engine_failure_with_its_last_words(workers):
 
 @pytest.mark.ray
 @pytest.mark.parametrize(("is_engine", "error"), [(False, TransientError), (True, EngineDied)])
-def test_a_deadline_names_who_is_late(workers, is_engine, error):
-    prompt, late = workers("rank 0"), workers("the late one", is_engine)
-    ray.get([actor.handle.answer.remote(0) for actor in (prompt, late)])  # both have started
+def test_a_deadline_names_who_is_late(workers, pair, is_engine, error):
+    (prompt,) = pair("rank 0")
+    late = workers("the late one", is_engine)
+    ray.get(late.handle.answer.remote(0))  # it has started
     references = {prompt.handle.answer.remote(1): prompt, late.handle.hang.remote(): late}
     with pytest.raises(error, match="collecting: no answer within 1 s from the late one"):
         wait_for_all(references, timeout_seconds=1, what="collecting")
@@ -360,8 +370,8 @@ def test_a_stop_request_ends_a_wait(workers):
 
 
 @pytest.mark.ray
-def test_streams_of_several_actors_are_read_to_their_ends(workers):
-    first, second = workers("engine 0"), workers("engine 1")
+def test_streams_of_several_actors_are_read_to_their_ends(pair):
+    first, second = pair("engine 0", "engine 1")
     streams = {
         actor.handle.count.options(num_returns="streaming").remote(values): actor
         for actor, values in ((first, [1, 2, 3]), (second, []))

@@ -10,7 +10,6 @@ import time
 import pytest
 import ray
 
-from rljob_api.v1alpha1.rollout import Engine
 from rljob_trainer.distributed.waiting import PROBE_GROUP, Actor
 from rljob_trainer.engines.actor import EngineActor
 from rljob_trainer.stacks import format_stacks
@@ -57,22 +56,41 @@ def test_a_watch_writes_the_drivers_stacks():
     assert "in test_a_watch_writes_the_drivers_stacks" in written[1]
 
 
-class HungRank(TrainWorker):
+@pytest.mark.parametrize("actor_class", [TrainWorker, EngineActor])
+def test_ranks_and_engines_can_be_asked(actor_class):
+    event = threading.Event()
+    thread = threading.Thread(target=wait_for_a_peer, args=(event,), daemon=True)
+    thread.start()
+    try:
+        text = actor_class.format_stacks(object())
+    finally:
+        event.set()
+        thread.join()
+    assert "in wait_for_a_peer" in text
+
+
+class Hanging:
+    """As ranks and engines: answers beside what it does. They themselves take ten seconds each to import torch."""
+
     def get_pid(self) -> int:
         return os.getpid()
+
+    def format_stacks(self) -> str:
+        return format_stacks()
 
     def wait_in_a_collective(self) -> None:
         threading.Event().wait()
 
+    def watch(self) -> None:
+        threading.Event().wait()
+
 
 @pytest.mark.ray
-def test_ranks_and_engines_tell_where_they_are_and_who_does_not_is_named(actor_ray, tmp_path, make_job):
-    job = make_job(run_directory=str(tmp_path))
-    rank_class = ray.remote(num_cpus=0, concurrency_groups={PROBE_GROUP: 1})(HungRank)
-    engine_class = ray.remote(num_cpus=0, concurrency_groups={PROBE_GROUP: 2})(EngineActor)
-    ranks = [Actor(rank_class.remote(job, 1), f"rank {index}", "node") for index in range(4)]
-    engine = Actor(engine_class.remote(Engine.NATIVE), "engine 0", "node", is_engine=True)
-    pids = ray.get([rank.handle.get_pid.remote() for rank in ranks], timeout=300)
+def test_ranks_and_engines_tell_where_they_are_and_who_does_not_is_named(actor_ray):
+    cls = ray.remote(num_cpus=0, concurrency_groups={PROBE_GROUP: 1})(Hanging)
+    ranks = [Actor(cls.remote(), f"rank {index}", "node") for index in range(4)]
+    engine = Actor(cls.remote(), "engine 0", "node", is_engine=True)
+    pids = ray.get([actor.handle.get_pid.remote() for actor in (*ranks, engine)], timeout=300)
     hung = [rank.handle.wait_in_a_collective.remote() for rank in ranks]
     watching = engine.handle.watch.remote()
     ray.wait([*hung, watching], timeout=1)
