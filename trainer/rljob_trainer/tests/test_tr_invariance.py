@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from tr_ranks import run_ranks
 from tr_tiny import assert_same_gradient, make_loss, make_rows
 
 from rljob_api.v1alpha1.algorithm import KLEstimator, LossAggregation, PolicyLoss, RolloutCorrectionLevel
@@ -21,7 +20,6 @@ from rljob_api.v1alpha1.rollout import Training
 from rljob_trainer.algorithms.policy_losses import PolicyLossOptions
 from rljob_trainer.algorithms.rollout_correction import CorrectionOptions
 from rljob_trainer.batching import plan_batches
-from rljob_trainer.distributed.process_group import join_process_group, start_store
 from rljob_trainer.models.policy import PolicyModel, load_causal_lm
 from rljob_trainer.models.sharding import clean_parameter_name, shard_policy
 from rljob_trainer.optimization import build_optimizer
@@ -109,18 +107,8 @@ def compute_gradients(
     return gradients
 
 
-def run_rank(rank: int, rendezvous: Any, world_size: int, source: str, directory: str) -> None:
+def run_rank(rank: int, world_size: int, source: str, directory: str) -> None:
     """Every loss and split on one world size; rank 0 keeps the gradients."""
-    torch.set_num_threads(1)
-    join_process_group(
-        rendezvous,
-        rank=rank,
-        world_size=world_size,
-        store=None,
-        use_gpu=False,
-        timeout_seconds=300,
-        collective_timeout_seconds=300,
-    )
     policy = PolicyModel(load_causal_lm(source))
     shard_policy(policy, init_device_mesh("cpu", (world_size,)), DType.FLOAT32, recompute_blocks=False)
     optimizer = build_optimizer(policy, Training(weight_decay=0.0))
@@ -131,26 +119,15 @@ def run_rank(rank: int, rendezvous: Any, world_size: int, source: str, directory
     }
     if rank == 0:
         torch.save(found, Path(directory) / f"world-{world_size}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def gradients(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, Any]]:
     """World size -> (loss, split) -> gradients."""
     directory = tmp_path_factory.mktemp("gradients")
-    # One server imports torch once for all ranks.
-    multiprocessing.set_forkserver_preload(["torch", "transformers", "rljob_trainer.update"])
     found = {}
     for world_size in WORLD_SIZES:
-        store, rendezvous = start_store("127.0.0.1", world_size, 300)
-        mp.start_processes(
-            run_rank,
-            (rendezvous, world_size, tiny_model, str(directory)),
-            nprocs=world_size,
-            join=True,
-            start_method="forkserver",
-        )
-        del store
+        run_ranks(run_rank, world_size, world_size, tiny_model, str(directory))
         found[world_size] = torch.load(directory / f"world-{world_size}.pt")
     return found
 

@@ -191,6 +191,19 @@ def test_works_from_threads_and_asyncio(score_file, start):
     assert rewards == {**{f"t{number}": 1.0 for number in range(8)}, "sleeper": None}
 
 
+def wait_until_dead(actor):
+    """`ray.kill` returns before."""
+    import ray
+
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            ray.get(actor.__ray_ready__.remote(), timeout=120)
+        except ray.exceptions.ActorDiedError:
+            return
+    raise TimeoutError("the actor still answers")
+
+
 @pytest.mark.ray
 def test_ray_workers_score_without_cpus_and_survive_their_own_death(score_file, start, make_job, monkeypatch):
     import ray
@@ -216,6 +229,7 @@ def test_ray_workers_score_without_cpus_and_survive_their_own_death(score_file, 
         assert [result.reward for result in service.collect(300)] == [1.0, 0.0]
         for actor in service._workers._actors:
             ray.kill(actor, no_restart=True)
+            wait_until_dead(actor)
         submit_all(service, ["4"])
         with pytest.raises(RewardError, match=r"sample p0/0: its scoring worker was lost"):
             service.collect(300)

@@ -12,12 +12,15 @@ import torch.multiprocessing as mp
 from rljob_trainer.distributed.process_group import Rendezvous, join_process_group, start_store
 
 TIMEOUT_SECONDS = 300.0
+# What tests of ranks import: done once, not in each rank.
 PRELOADED = [
+    "pytest",
     "torch.distributed.checkpoint.state_dict",
     "transformers.models.qwen2.modeling_qwen2",
     "rljob_trainer.checkpoint.export",
     "rljob_trainer.checkpoint.state",
     "rljob_trainer.models.loading",
+    "rljob_trainer.inputs",
     "rljob_trainer.update",
 ]
 
