@@ -12,7 +12,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -167,14 +166,13 @@ def find_rljob_crd() -> Path:
     return path
 
 
-def start_envtest(directory: Path | None = None) -> Envtest:
-    """Start etcd and kube-apiserver on free loopback ports and wait until the server is ready.
+def start_envtest(work: Path) -> Envtest:
+    """Start etcd and kube-apiserver on free loopback ports, their files in `work`, and wait until the server is ready.
 
     Raises EnvtestUnavailableError when a binary is missing, RuntimeError (with the log) when the server
     does not come up.
     """
     binaries = find_binaries()
-    work = directory or Path(tempfile.mkdtemp(prefix="rljob-envtest-"))
     (work / "policy.yaml").write_text(_AUDIT_POLICY)
     (work / "tokens.csv").write_text(f'{_TOKEN},admin,admin,"system:masters"\n')
     subprocess.run(
@@ -235,7 +233,7 @@ def _describe_reference(reference: dict[str, Any]) -> str:
 
 
 def _cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rljob" / "bin"
+    return Path(os.environ.get("RLJOB_CACHE") or Path.home() / ".cache" / "rljob") / "bin"
 
 
 def _etcd_command(binaries: Path, work: Path, port: int, peer_port: int) -> list[str]:

@@ -70,6 +70,7 @@ def _start_bare() -> Envtest:
 def _join_shared() -> Envtest:
     """The server of this test run, started by whoever asks first. Raises EnvtestUnavailableError, RuntimeError."""
     find_binaries()
+    find_rljob_crd()
     find_kuberay_crd()
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     owner = os.getppid() if run else os.getpid()
