@@ -68,7 +68,8 @@ def install_chart(config: ClusterConfig, image: str, image_digest: str) -> None:
 
 def run_cases(environment: dict[str, str], arguments: list[str]) -> int:
     """pytest over e2e/cases; returns its exit code."""
-    command = [sys.executable, "-m", "pytest", "-v", "-s", "--timeout=1500", *arguments, str(REPO / "e2e" / "cases")]
+    flags = ("-v", "-s", "--timeout=1500", "--durations=0")
+    command = [sys.executable, "-m", "pytest", *flags, *arguments, str(REPO / "e2e" / "cases")]
     return subprocess.run(
         command, cwd=REPO, env=os.environ | environment, timeout=CASES_DEADLINE_SECONDS, check=False
     ).returncode

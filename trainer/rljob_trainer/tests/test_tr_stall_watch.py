@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import ray
@@ -17,19 +19,27 @@ from rljob_trainer.stall_watch import Silence, StallWatch, collect_stacks
 from rljob_trainer.worker import TrainWorker
 
 
-def wait_for_a_peer(event: threading.Event) -> None:
+def wait_for_a_peer(has_begun: threading.Event, event: threading.Event) -> None:
+    has_begun.set()
     event.wait()
 
 
-def test_stacks_show_each_thread_with_its_name_and_where_it_is():
-    event = threading.Event()
-    thread = threading.Thread(target=wait_for_a_peer, args=(event,), name="a-collective", daemon=True)
+@contextmanager
+def waiting_thread(name: str) -> Iterator[None]:
+    has_begun, event = threading.Event(), threading.Event()
+    thread = threading.Thread(target=wait_for_a_peer, args=(has_begun, event), name=name, daemon=True)
     thread.start()
+    assert has_begun.wait(timeout=60)
     try:
-        text = format_stacks()
+        yield
     finally:
         event.set()
         thread.join()
+
+
+def test_stacks_show_each_thread_with_its_name_and_where_it_is():
+    with waiting_thread("a-collective"):
+        text = format_stacks()
     assert "thread a-collective:\n" in text
     assert "in wait_for_a_peer" in text
     assert "format_stacks" not in text  # not the asking thread
@@ -58,14 +68,8 @@ def test_a_watch_writes_the_drivers_stacks():
 
 @pytest.mark.parametrize("actor_class", [TrainWorker, EngineActor])
 def test_ranks_and_engines_can_be_asked(actor_class):
-    event = threading.Event()
-    thread = threading.Thread(target=wait_for_a_peer, args=(event,), daemon=True)
-    thread.start()
-    try:
+    with waiting_thread("a-collective"):
         text = actor_class.format_stacks(object())
-    finally:
-        event.set()
-        thread.join()
     assert "in wait_for_a_peer" in text
 
 
