@@ -107,8 +107,9 @@ def compute_gradients(
     return gradients
 
 
-def run_rank(rank: int, world_size: int, source: str, directory: str) -> None:
+def run_rank(rank: int, source: str, directory: str) -> None:
     """Every loss and split on one world size; rank 0 keeps the gradients."""
+    world_size = dist.get_world_size()
     policy = PolicyModel(load_causal_lm(source))
     shard_policy(policy, init_device_mesh("cpu", (world_size,)), DType.FLOAT32, recompute_blocks=False)
     optimizer = build_optimizer(policy, Training(weight_decay=0.0))
@@ -127,7 +128,7 @@ def gradients(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict
     directory = tmp_path_factory.mktemp("gradients")
     found = {}
     for world_size in WORLD_SIZES:
-        run_ranks(run_rank, world_size, world_size, tiny_model, str(directory))
+        run_ranks(run_rank, world_size, tiny_model, str(directory))
         found[world_size] = torch.load(directory / f"world-{world_size}.pt")
     return found
 
